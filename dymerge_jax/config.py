@@ -133,7 +133,7 @@ class ProjectionGroup:
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-_LLAMA3_ROPE: dict[str, Any] = dict(theta=500_000.0, low_freq_factor=1.0, high_freq_factor=4.0)
+_LLAMA3_ROPE: dict[str, Any] = {"theta": 500_000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def named_config(name: str) -> LlamaConfig:

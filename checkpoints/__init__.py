@@ -1,0 +1,1 @@
+"""Files to pytrees and back: models, adapters, gated sets."""

@@ -1,0 +1,1 @@
+"""Everything on the host: requests, scheduling, memory accounting, the engine loop, HTTP."""
