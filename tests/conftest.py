@@ -1,8 +1,18 @@
-"""Strict numerics for every test: no silent dtype or rank promotion, warnings are errors (pyproject.toml)."""
+"""Strict numerics for every test: no silent dtype or rank promotion, warnings are errors (pyproject.toml).
+
+jaxtyping's pytest plugin checks the shape annotations of the four packages during the run; tests/support/typecheck.py
+says what is checked.
+"""
+
+import importlib.util
+from collections.abc import Iterator
 
 import jax
+import jaxtyping
 import numpy as np
 import pytest
+
+import tests.support.typecheck  # noqa: F401  (named in addopts; must be imported before the packages are)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -12,3 +22,22 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Random numbers that depend on the test's name only."""
     return np.random.default_rng(list(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def unchecked_annotations() -> Iterator[None]:
+    """Turns the annotation checks off: for tests of our own argument checks, which lie behind them, and of speed."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests that compile for an H200 where XLA's GPU compiler is not installed."""
+    if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13"):
+        return
+    version = jax.__version__
+    reason = f"needs pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
+    for item in items:
+        if "h200" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.skip(reason=reason))
