@@ -1,4 +1,4 @@
-"""The checker that jaxtyping's import hook puts around every function of the four packages (pyproject.toml, addopts)."""
+"""What jaxtyping's import hook puts around every function of the four packages (addopts in pyproject.toml)."""
 
 from collections.abc import Callable
 from typing import Any
