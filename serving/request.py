@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import math
+from typing import TypeGuard
 
 from serving.errors import InvalidRequestError
 
@@ -11,7 +12,7 @@ MAX_FLOAT32 = 3.4028234663852886e38  # weights are float32 on the device
 
 
 class Phase(enum.StrEnum):
-    """Where a request is: WAITING holds nothing, RUNNING holds a row, blocks and adapter pins, FINISHED holds nothing."""
+    """Where a request is. RUNNING owns a row, KV blocks and adapter pins; WAITING and FINISHED own nothing."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -267,7 +268,7 @@ class RequestOutput:
     error: str | None = None
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
