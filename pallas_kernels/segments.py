@@ -33,6 +33,14 @@ class Segments:
     num_segments: Int[Array, " num_tiles"]
     tile_size: int = static_field()
 
+    @property
+    def num_gates(self) -> int:
+        return self.weights.shape[1]
+
+    @property
+    def num_tiles(self) -> int:
+        return self.num_segments.shape[0]
+
     def with_weights(self, weights: Float[Array, "num_tokens num_gates num_slots"]) -> "Segments":
         """The same segments with other weights, e.g. a gate's. Every non-zero must lie in an existing segment."""
         return dataclasses.replace(self, weights=weights)

@@ -2,45 +2,18 @@
 
 from typing import Literal
 
-from jaxtyping import Array, Float
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.pytree import pytree_dataclass, static_field
+from pallas_kernels.maf_mvm import dense, loop, reference
+from pallas_kernels.maf_mvm.checks import static_validate
+from pallas_kernels.maf_mvm.slots import ProjectionSlots
 from pallas_kernels.segments import Segments
 
+__all__ = ["Implementation", "ProjectionSlots", "maf_mvm"]
+
 Implementation = Literal["reference", "dense", "loop", "pallas_triton"]
-
-
-@pytree_dataclass
-class ProjectionSlots:
-    """A and B of one group of fused projections (such as q, k and v, which share their input), by layer and slot.
-
-    All layers lie in one array, so that a step has few arguments and one adapter is written by one in-place update.
-    Rank rows of one slot lie projection after projection in `a`; in `b` the columns of the projections lie side by
-    side. Rows that an adapter does not fill are zero; a slot that was never written may hold anything, NaN included.
-
-    Attributes:
-      a: [num_layers, num_slots, num_projections * slot_rank, in_features].
-      b: [num_layers, num_slots, slot_rank, sum(widths)], same dtype as `a`.
-      scale: [num_layers, num_slots, num_projections] float32, alpha/r (or alpha/sqrt(r)) of the adapter in the slot.
-      widths: out_features of each projection.
-    """
-
-    a: Float[Array, "num_layers num_slots rows in_features"]
-    b: Float[Array, "num_layers num_slots slot_rank out_features"]
-    scale: Float[Array, "num_layers num_slots num_projections"]
-    widths: tuple[int, ...] = static_field()
-
-    @property
-    def num_projections(self) -> int:
-        return len(self.widths)
-
-    @property
-    def slot_rank(self) -> int:
-        return self.b.shape[2]
-
-    @property
-    def num_slots(self) -> int:
-        return self.b.shape[1]
 
 
 def maf_mvm(
@@ -52,4 +25,64 @@ def maf_mvm(
     layer: int | Array,
     implementation: Implementation | None = None,
 ) -> Float[Array, "num_tokens out_features"]:
-    raise NotImplementedError("being written")
+    """Adds up, for each token, the base and the weighted outputs of its slots.
+
+    Semantics: y[t, cols(p)] = base[t, cols(p)] + sum over slots s with w = weights[t, min(p, num_gates - 1), s] != 0 of
+    (w * scale[layer, s, p]) * (x[t] @ a[layer, s, rows(p)].T) @ b[layer, s, :, cols(p)], for each projection p with
+    rank rows rows(p) of a slot and columns cols(p) of the output.
+
+    A weight of zero is no pair: it adds nothing, whatever x or the slot hold, and a token without pairs gets its base
+    bit for bit. Slots in use must hold finite values; the others are never read into a result.
+
+    Args:
+      x: [num_tokens, in_features] activations, bfloat16 or float32.
+      slots: A, B and scale of this group of projections by layer and slot, in the dtype of x.
+      segments: Pairs sorted by slot, one list of slots for each tile of tokens.
+      base: [num_tokens, out_features] output of the base projections, in the dtype of x or float32.
+      layer: Layer of `slots` to use, a Python int or an int32 scalar; a traced one is not checked.
+      implementation: "reference", "dense", "loop" or "pallas_triton" (interpreted on a CPU). None picks "loop" on a
+        CPU; elsewhere "pallas_triton", or "dense" for shapes that it does not support.
+
+    Returns:
+      [num_tokens, out_features] in the dtype of x, accumulated in float32.
+
+    Raises:
+      ValueError: If shapes disagree, or a Python `layer` is out of range.
+      TypeError: If a dtype is not supported.
+      NotImplementedError: If the named implementation does not support the shapes.
+    """
+    static_validate(x, slots, segments, base, layer)
+    layer = jnp.asarray(layer, jnp.int32)
+    if implementation is not None:
+        return _run(implementation, x, slots, segments, base, layer)
+    if jax.default_backend() == "cpu":
+        return _run("loop", x, slots, segments, base, layer)
+    try:
+        return _run("pallas_triton", x, slots, segments, base, layer)
+    except NotImplementedError:
+        return _run("dense", x, slots, segments, base, layer)
+
+
+def _run(
+    implementation: Implementation,
+    x: Float[Array, "num_tokens in_features"],
+    slots: ProjectionSlots,
+    segments: Segments,
+    base: Float[Array, "num_tokens out_features"],
+    layer: Int[Array, ""],
+) -> Float[Array, "num_tokens out_features"]:
+    match implementation:
+        case "reference":
+            return reference.maf_mvm(x, slots, segments, base, layer)
+        case "dense":
+            return dense.maf_mvm(x, slots, segments, base, layer)
+        case "loop":
+            return loop.maf_mvm(x, slots, segments, base, layer)
+        case "pallas_triton":
+            from pallas_kernels.maf_mvm import pallas_triton  # the GPU backend is imported where it is used only
+
+            return pallas_triton.maf_mvm(x, slots, segments, base, layer)
+        case _:
+            raise ValueError(
+                f"implementation {implementation!r} is unknown; expected 'reference', 'dense', 'loop', 'pallas_triton'"
+            )

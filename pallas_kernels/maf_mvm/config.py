@@ -1,0 +1,117 @@
+"""Block sizes of the kernels and the rule that picks them from the shapes of a problem."""
+
+import dataclasses
+
+# A program of the shrink keeps this many bytes of x and A in shared memory; two or three programs then share an SM.
+_SHRINK_SHARED_BYTES = 96 * 1024
+_MAX_TILE_SIZE = 64
+_MIN_DOT_SIZE = 16  # the tensor cores' smallest tile side
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfig:
+    """Block sizes of the Triton kernels; all are powers of two but the splits and the unrolling.
+
+    Attributes:
+      shrink_rows: rank rows of one shrink program.
+      shrink_columns: input features of one load of the shrink.
+      shrink_splits: programs that share the input features of one block of rank rows; more of them fill the chip.
+      shrink_unroll: independent accumulators of a shrink program; its loop is bound by the latency of the dots.
+      shrink_stages: software pipelining depth of the shrink's loop.
+      expand_rows: rank rows of one step of the expand's loop.
+      expand_columns: output features of one expand program; divides the width of every projection.
+      expand_stages: software pipelining depth of the expand's loop.
+      num_warps: warps of a program.
+    """
+
+    shrink_rows: int
+    shrink_columns: int
+    shrink_splits: int
+    shrink_unroll: int
+    shrink_stages: int
+    expand_rows: int
+    expand_columns: int
+    expand_stages: int
+    num_warps: int
+
+    def padded_rows(self, num_rows: int) -> int:
+        """Rank rows of one projection, rounded up so that no block of rows reaches into the next projection."""
+        block = max(self.shrink_rows, self.expand_rows)
+        return -(-num_rows // block) * block
+
+
+def token_tile_size(num_tokens: int) -> int:
+    """Tokens per tile for a step of `num_tokens`: one tile for a decode batch, 64 tokens in a prefill.
+
+    A power of two from 16 to 64. A and B are read once per tile, so a tile is as large as registers allow.
+    """
+    return min(max(_next_power_of_two(num_tokens), _MIN_DOT_SIZE), _MAX_TILE_SIZE)
+
+
+def pick_config(
+    *,
+    num_tiles: int,
+    tile_size: int,
+    num_slots: int,
+    slot_rank: int,
+    in_features: int,
+    widths: tuple[int, ...],
+    dtype_bytes: int,
+) -> KernelConfig:
+    """The block sizes for one problem.
+
+    Raises:
+      NotImplementedError: If the kernels do not support the shapes.
+    """
+    _check_supported(tile_size, slot_rank, in_features, widths)
+    is_decode = num_tiles == 1
+    num_rows = max(_next_power_of_two(num_slots * slot_rank), _MIN_DOT_SIZE)
+    shrink_rows = min(16 if is_decode else 32, num_rows)
+    shrink_columns = min(_power_of_two_factor(in_features), 128 // dtype_bytes)  # a row of 128 B fills a cache line
+    num_loads = in_features // shrink_columns
+    # Prefill has tiles enough to fill the chip; decode does not.
+    splits = _largest_divisor(num_loads, at_most=4) if is_decode else 1
+    unroll = _largest_divisor(num_loads // splits, at_most=4)
+    stage_bytes = (tile_size + shrink_rows) * shrink_columns * unroll * dtype_bytes
+    widest = min(_power_of_two_factor(width) for width in widths)
+    # Narrow blocks until there is a program for each of an H200's 132 SMs.
+    columns = 64 if sum(widths) // 64 * num_tiles >= 128 else 32
+    return KernelConfig(
+        shrink_rows=shrink_rows,
+        shrink_columns=shrink_columns,
+        shrink_splits=splits,
+        shrink_unroll=unroll,
+        shrink_stages=min(max(_SHRINK_SHARED_BYTES // stage_bytes, 1), 4),
+        expand_rows=min(128 // dtype_bytes if is_decode else 32, num_rows),
+        expand_columns=min(columns, widest),
+        expand_stages=2,
+        num_warps=4,
+    )
+
+
+def _check_supported(tile_size: int, slot_rank: int, in_features: int, widths: tuple[int, ...]) -> None:
+    if not _is_power_of_two(tile_size) or not _MIN_DOT_SIZE <= tile_size <= _MAX_TILE_SIZE:
+        raise NotImplementedError(
+            f"tile_size {tile_size} of the segments is not supported; use 16, 32 or 64, as token_tile_size gives it"
+        )
+    if not _is_power_of_two(slot_rank):
+        raise NotImplementedError(f"slot_rank {slot_rank} is not supported; use a power of two such as 8 or 16")
+    for name, width in [("in_features", in_features), *(("width", width) for width in widths)]:
+        if _power_of_two_factor(width) < _MIN_DOT_SIZE:
+            raise NotImplementedError(f"{name} {width} is not supported; it must be a multiple of {_MIN_DOT_SIZE}")
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+def _next_power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _power_of_two_factor(n: int) -> int:
+    return n & -n
+
+
+def _largest_divisor(n: int, *, at_most: int) -> int:
+    return next(d for d in range(at_most, 0, -1) if n % d == 0)
