@@ -1,51 +1,24 @@
 """The public op: checks shapes, picks an implementation, calls it."""
 
+from collections.abc import Callable
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.pytree import pytree_dataclass, static_field
+from pallas_kernels.paged_attention import pallas_triton, portable, reference
+from pallas_kernels.paged_attention.query_tiles import QueryTiles, build_query_tiles
+
+__all__ = ["Implementation", "QueryTiles", "build_query_tiles", "paged_attention"]
 
 Implementation = Literal["reference", "portable", "pallas_triton"]
 
-
-@pytree_dataclass
-class QueryTiles:
-    """Which query tokens of a flat batch belong together: a tile never crosses a sequence.
-
-    Attributes:
-      seq_ids: [num_tiles] int32, row of the block table.
-      starts: [num_tiles] int32, flat index of the tile's first token.
-      lengths: [num_tiles] int32, tokens in the tile, 0 to tile_size; 0 marks an unused tile.
-      positions: [num_tiles] int32, position of that first token in its sequence (= tokens cached before it).
-      tile_size: tokens per tile.
-    """
-
-    seq_ids: Int[Array, " num_tiles"]
-    starts: Int[Array, " num_tiles"]
-    lengths: Int[Array, " num_tiles"]
-    positions: Int[Array, " num_tiles"]
-    tile_size: int = static_field()
-
-
-def build_query_tiles(
-    seq_starts: Int[Array, " num_seqs"],
-    seq_lens: Int[Array, " num_seqs"],
-    context_lens: Int[Array, " num_seqs"],
-    *,
-    num_tokens: int,
-    tile_size: int,
-) -> QueryTiles:
-    """Cuts the new tokens of each sequence into tiles, on the device, with shapes that depend on sizes alone.
-
-    Args:
-      seq_starts: flat index of each sequence's first new token.
-      seq_lens: new tokens of each sequence in this step; 0 for an unused row.
-      context_lens: tokens of each sequence cached before this step.
-      num_tokens: length of the flat batch, padding included.
-      tile_size: tokens per tile.
-    """
-    raise NotImplementedError("being written")
+_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
+    "reference": reference.paged_attention,
+    "portable": portable.paged_attention,
+    "pallas_triton": pallas_triton.paged_attention,
+}
 
 
 def paged_attention(
@@ -58,7 +31,59 @@ def paged_attention(
 ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
     """Causal grouped-query attention of each query token over its sequence's cached tokens, itself included.
 
-    The keys and values of the step's own tokens are already in `kv` (0: keys, 1: values). Softmax scale is
-    head_dim ** -0.5. Rows of tokens outside every tile are finite and otherwise unspecified.
+    Semantics: y[t, n] = sum over c <= position(t) of softmax_c(q[t, n] . K[c, n // g] * head_dim ** -0.5) * V[c, n // g],
+    with g = num_q_heads / num_kv_heads, K[c, k] = kv[block(c), 0, k, c % block_size], V likewise at index 1, and
+    block(c) = block_tables[sequence(t), c // block_size].
+
+    The keys and values of the step's own tokens are already in `kv`. Free blocks, and blocks past a sequence's end,
+    may hold anything, NaN included; so may the entries of a block table past the sequence's last block. A sequence's
+    result does not depend on the other sequences of the batch.
+
+    Args:
+      q: [num_tokens, num_q_heads, head_dim] queries after rotary embedding, bfloat16 or float32.
+      kv: [num_blocks, 2, num_kv_heads, block_size, head_dim] cache of one layer (0: keys, 1: values), dtype of `q`.
+      block_tables: [num_seqs, blocks_per_seq] int32, block ids of each sequence in order.
+      tiles: which tokens belong to which sequence, from `build_query_tiles`.
+      implementation: "reference", "portable" or "pallas_triton" (interpreted where there is no GPU); None picks the
+        fastest that supports the arguments.
+
+    Returns:
+      [num_tokens, num_q_heads, head_dim] in the dtype of `q`, accumulated in float32. Rows of tokens outside every
+      tile are finite where `q` is, and otherwise unspecified.
+
+    Raises:
+      ValueError: If the shapes do not fit together, or `implementation` is unknown.
+      TypeError: If `q` and `kv` differ in dtype, or the block table does not hold integers.
+      NotImplementedError: If the named implementation does not support the shapes or dtypes.
     """
-    raise NotImplementedError("being written")
+    _check_arguments(q, kv, block_tables)
+    if implementation is None:
+        return _call_first_supported(q, kv, block_tables, tiles)
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {sorted(_IMPLEMENTATIONS)} or None, got {implementation!r}")
+    return _IMPLEMENTATIONS[implementation](q, kv, block_tables, tiles)
+
+
+def _call_first_supported(q: Array, kv: Array, block_tables: Array, tiles: QueryTiles) -> Array:
+    if jax.default_backend() == "gpu":
+        try:
+            return pallas_triton.paged_attention(q, kv, block_tables, tiles)
+        except NotImplementedError:
+            pass  # the portable form supports everything
+    return portable.paged_attention(q, kv, block_tables, tiles)
+
+
+def _check_arguments(q: Array, kv: Array, block_tables: Array) -> None:
+    if q.ndim != 3 or kv.ndim != 5 or kv.shape[1] != 2 or block_tables.ndim != 2:
+        raise ValueError(
+            "expected q [num_tokens, num_q_heads, head_dim], kv [num_blocks, 2, num_kv_heads, block_size, head_dim] "
+            f"and block_tables [num_seqs, blocks_per_seq], got {q.shape}, {kv.shape} and {block_tables.shape}"
+        )
+    if q.shape[2] != kv.shape[4]:
+        raise ValueError(f"q has head_dim {q.shape[2]} but kv has {kv.shape[4]}; they must be equal")
+    if q.shape[1] % kv.shape[2]:
+        raise ValueError(f"q has {q.shape[1]} heads, which is no multiple of the {kv.shape[2]} heads of kv")
+    if q.dtype != kv.dtype:
+        raise TypeError(f"q is {q.dtype} but kv is {kv.dtype}; cast one of them")
+    if not jnp.issubdtype(block_tables.dtype, jnp.integer):
+        raise TypeError(f"block_tables must hold integers, got {block_tables.dtype}")

@@ -1,0 +1,92 @@
+"""How the op is cut up: tokens per query tile, and the Pallas kernel's block sizes, from the shapes alone."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+# Programs that fill an H200 (132 multiprocessors) about twice over. Other GPUs get the same split: it decides how
+# sums are grouped, so results do not change with the number of multiprocessors.
+_TARGET_PROGRAMS = 256
+_MAX_SPLITS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfig:
+    """Block sizes and launch parameters of the Pallas kernel.
+
+    Attributes:
+      chunk_tokens: cached tokens per loop step, a power of two, at least 16 (the smallest matrix product).
+      num_splits: ranges that the context is cut into, one program each; 1 needs no second kernel.
+      num_warps: warps per program.
+      num_stages: loop steps in flight.
+    """
+
+    chunk_tokens: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 16 or self.chunk_tokens & (self.chunk_tokens - 1):
+            raise ValueError(f"chunk_tokens must be a power of two and at least 16, got {self.chunk_tokens}")
+        if not 1 <= self.num_splits <= _MAX_SPLITS:
+            raise ValueError(f"num_splits must be between 1 and {_MAX_SPLITS}, got {self.num_splits}")
+        if self.num_warps not in (1, 2, 4, 8) or self.num_stages < 1:
+            raise ValueError(
+                f"num_warps must be 1, 2, 4 or 8 and num_stages at least 1, got {self.num_warps} and {self.num_stages}"
+            )
+
+
+def query_tile_size(num_tokens: int, num_seqs: int) -> int:
+    """Tokens per query tile for a batch of these sizes: 1 when each sequence has one token, else 16, 32 or 64.
+
+    Larger tiles read the cache less often; smaller ones waste less on the last tile of each sequence.
+    """
+    if num_tokens < 1 or num_seqs < 1:
+        raise ValueError(f"num_tokens and num_seqs must be at least 1, got {num_tokens} and {num_seqs}")
+    if num_tokens <= num_seqs:
+        return 1
+    tokens_per_seq = num_tokens // num_seqs
+    return 16 if tokens_per_seq <= 16 else 32 if tokens_per_seq <= 32 else 64
+
+
+def kernel_config(
+    *,
+    num_tiles: int,
+    tile_size: int,
+    num_kv_heads: int,
+    q_per_kv: int,
+    head_dim: int,
+    max_context: int,
+    dtype: DTypeLike,
+) -> KernelConfig:
+    """Picks the Pallas kernel's configuration from static shapes.
+
+    Args:
+      num_tiles: query tiles of the batch, unused ones included.
+      tile_size: tokens per tile.
+      num_kv_heads: KV heads, one program each.
+      q_per_kv: query heads per KV head.
+      head_dim: width of a head.
+      max_context: tokens that one row of the block table can hold.
+      dtype: of q and of the cache.
+    """
+    is_float32 = jnp.dtype(dtype) == jnp.float32
+    # Float32 products run without tensor cores and need twice the shared memory: parity, not speed.
+    chunk_tokens = 32 if is_float32 or head_dim > 128 else 64
+    num_warps = 8 if tile_size * q_per_kv > 64 else 4
+    return KernelConfig(
+        chunk_tokens=chunk_tokens,
+        num_splits=_num_splits(num_tiles * num_kv_heads, -(-max_context // chunk_tokens)),
+        num_warps=num_warps,
+        num_stages=2 if is_float32 else 3,
+    )
+
+
+def _num_splits(num_programs: int, num_chunks: int) -> int:
+    """The power of two that brings the programs to the target while each split keeps two chunks or more."""
+    num_splits = 1
+    while num_splits < _MAX_SPLITS and num_programs * num_splits < _TARGET_PROGRAMS and num_splits * 4 <= num_chunks:
+        num_splits *= 2
+    return num_splits
