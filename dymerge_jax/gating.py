@@ -1,9 +1,21 @@
-"""Gated sets: a gate in each layer gives each token its weights over the set's adapters."""
+"""Gated sets: a gate in each layer gives each token its weights over the set's adapters.
+
+All sets live in one padded array, so a batch whose rows use different sets evaluates every gate as one batched matrix
+product a layer; rows pick their set's result, experts past a set's own are masked, and the weights fill the gated
+columns of the mix matrix on the device, with no host round trip.
+"""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from dymerge_jax.config import LlamaConfig, ProjectionGroup
+from pallas_kernels.pytree import pytree_dataclass
 
 Granularity = Literal["layer", "projection"]
 
@@ -36,8 +48,185 @@ class GatedSetWeights:
         if not self.experts:
             raise ValueError(f"gated set {self.name!r} names no experts; it needs at least one")
         if self.top_k is not None and not 1 <= self.top_k <= len(self.experts):
-            raise ValueError(f"gated set {self.name!r} has top_k {self.top_k}; expected 1 to {len(self.experts)} experts")
+            raise ValueError(
+                f"gated set {self.name!r} has top_k {self.top_k}; expected 1 to {len(self.experts)} experts"
+            )
 
     @property
     def num_experts(self) -> int:
         return len(self.experts)
+
+
+@pytree_dataclass
+class GateArray:
+    """The gates of all gated sets on the device, padded to the largest set.
+
+    Attributes:
+      layer: [num_layers, num_sets, max_experts, hidden] float32 gates of "layer" granularity; None without such sets.
+      projection: by fused group, [num_layers, num_sets, num_projections, max_experts, in_features] float32; None
+        without sets of "projection" granularity.
+      num_experts, top_k: [num_sets] int32.
+      renormalize, is_per_projection: [num_sets] bool.
+      expert_of_slot: [num_sets, num_slots] int32, the expert whose adapter lies in the slot, -1 for none.
+    """
+
+    layer: Float[Array, "num_layers num_sets max_experts hidden"] | None
+    projection: dict[str, Float[Array, "num_layers num_sets num_projections max_experts in_features"]] | None
+    num_experts: Int[Array, " num_sets"]
+    top_k: Int[Array, " num_sets"]
+    renormalize: Bool[Array, " num_sets"]
+    is_per_projection: Bool[Array, " num_sets"]
+    expert_of_slot: Int[Array, "num_sets num_slots"]
+
+
+def build_gate_array(config: LlamaConfig, sets: Sequence[GatedSetWeights], *, num_slots: int) -> GateArray | None:
+    """Pads the gates of all sets into one array; no slot holds an expert yet. None if there are no sets."""
+    if not sets:
+        return None
+    max_experts = max(s.num_experts for s in sets)
+    layer = projection = None
+    if any(s.granularity == "layer" for s in sets):
+        layer = np.zeros((config.num_layers, len(sets), max_experts, config.hidden), np.float32)
+    if any(s.granularity == "projection" for s in sets):
+        projection = {
+            name: np.zeros((config.num_layers, len(sets), len(g.projections), max_experts, g.in_features), np.float32)
+            for name, g in config.groups.items()
+        }
+    places = {p: (name, i) for name, g in config.groups.items() for i, p in enumerate(g.projections)}
+    for set_id, gated_set in enumerate(sets):
+        for (layer_id, site), gate in gated_set.gates.items():
+            if site == "layer":
+                assert layer is not None
+                layer[layer_id, set_id, : gated_set.num_experts] = gate
+            else:
+                assert projection is not None
+                group, p = places[site]
+                projection[group][layer_id, set_id, p, : gated_set.num_experts] = gate
+    return GateArray(
+        layer=None if layer is None else jnp.asarray(layer),
+        projection=None if projection is None else {k: jnp.asarray(v) for k, v in projection.items()},
+        num_experts=jnp.asarray([s.num_experts for s in sets], jnp.int32),
+        top_k=jnp.asarray([s.top_k or s.num_experts for s in sets], jnp.int32),
+        renormalize=jnp.asarray([s.renormalize for s in sets], bool),
+        is_per_projection=jnp.asarray([s.granularity == "projection" for s in sets], bool),
+        expert_of_slot=jnp.full((len(sets), num_slots), -1, jnp.int32),
+    )
+
+
+def place_experts(
+    gates: GateArray, sets: Sequence[GatedSetWeights], slots_of_adapter: Mapping[str, Sequence[int]]
+) -> GateArray:
+    """Tells the gates which slots hold which experts now; adapters that are not resident have no column."""
+    expert_of_slot = np.full(gates.expert_of_slot.shape, -1, np.int32)
+    for set_id, gated_set in enumerate(sets):
+        for expert, adapter in enumerate(gated_set.experts):
+            expert_of_slot[set_id, list(slots_of_adapter.get(adapter, ()))] = expert
+    return dataclasses.replace(gates, expert_of_slot=jnp.asarray(expert_of_slot))
+
+
+@pytree_dataclass
+class GatedTokens:
+    """What the gates need to know of the tokens of a step; the same for all layers.
+
+    Attributes:
+      set_ids: [num_tokens] int32, row of the gate array; any valid row where `is_gated` is False.
+      is_gated: [num_tokens] bool.
+      experts: [num_tokens, num_slots] int32, the token's expert in each slot, -1 for none.
+    """
+
+    set_ids: Int[Array, " num_tokens"]
+    is_gated: Bool[Array, " num_tokens"]
+    experts: Int[Array, "num_tokens num_slots"]
+
+    @property
+    def is_used(self) -> Bool[Array, "num_tokens num_slots"]:
+        """Slots to which a gate of the token may give a weight."""
+        return self.experts >= 0
+
+
+def gated_tokens(gates: GateArray, set_ids: Int[Array, " num_tokens"]) -> GatedTokens:
+    """Looks up each token's set; a negative id marks a token without one."""
+    is_gated = set_ids >= 0
+    ids = jnp.maximum(set_ids, 0)
+    experts = jnp.where(is_gated[:, None], gates.expert_of_slot[ids], -1)
+    return GatedTokens(set_ids=ids, is_gated=is_gated, experts=experts)
+
+
+def mixture_weights(
+    gates: GateArray,
+    set_ids: Int[Array, " num_tokens"],
+    logits: Float[Array, "num_tokens num_gates max_experts"],
+) -> Float[Array, "num_tokens num_gates max_experts"]:
+    """Softmax over the experts of each token's set, then its top-k rule; zero past the set's experts.
+
+    Ties at the border of the top-k go to the expert of the lower index.
+    """
+    max_experts = logits.shape[-1]
+    expert = jnp.arange(max_experts, dtype=jnp.int32)
+    exists = expert[None, None, :] < gates.num_experts[set_ids][:, None, None]
+    probs = jax.nn.softmax(jnp.where(exists, logits, -jnp.inf), axis=-1)
+    higher = probs[..., None, :] > probs[..., :, None]
+    tied_before = (probs[..., None, :] == probs[..., :, None]) & (expert[None, :] < expert[:, None])[None, None]
+    rank = (higher | tied_before).sum(-1, dtype=jnp.int32)
+    kept = jnp.where(exists & (rank < gates.top_k[set_ids][:, None, None]), probs, 0.0)
+    total = jnp.where(gates.renormalize[set_ids][:, None, None], kept.sum(-1, keepdims=True), 1.0)
+    return kept / total
+
+
+def _select(
+    x: Float[Array, "num_tokens in_features"],
+    gates: Float[Array, "num_sets num_gates max_experts in_features"],
+    set_ids: Int[Array, " num_tokens"],
+) -> Float[Array, "num_tokens num_gates max_experts"]:
+    """Logits of each token's own set: one matrix product for the gates of all sets, then a pick by row."""
+    num_sets, num_gates, max_experts, in_features = gates.shape
+    logits = jax.lax.dot_general(
+        x.astype(jnp.float32),
+        gates.reshape(-1, in_features),
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+    ).reshape(-1, num_sets, num_gates, max_experts)
+    return jnp.take_along_axis(logits, set_ids[:, None, None, None], axis=1)[:, 0]
+
+
+def layer_weights(
+    gates: GateArray, tokens: GatedTokens, layer: int, x: Float[Array, "num_tokens hidden"]
+) -> Float[Array, "num_tokens 1 max_experts"] | None:
+    """Mixture weights of the sets of "layer" granularity, from the input of q, k and v; None without such sets."""
+    if gates.layer is None:
+        return None
+    return mixture_weights(gates, tokens.set_ids, _select(x, gates.layer[layer][:, None], tokens.set_ids))
+
+
+def gated_columns(
+    gates: GateArray,
+    tokens: GatedTokens,
+    layer: int,
+    group: ProjectionGroup,
+    x: Float[Array, "num_tokens in_features"],
+    per_layer: Float[Array, "num_tokens 1 max_experts"] | None,
+) -> Float[Array, "num_tokens num_gates num_slots"]:
+    """The gated part of the mix matrix of one fused group: zero for tokens without a gated set.
+
+    Args:
+      gates, tokens, layer, group: whose gates, for which tokens, where.
+      x: input of the group's projections.
+      per_layer: `layer_weights` of this layer.
+
+    Returns:
+      [num_tokens, num_gates, num_slots] float32; num_gates is 1 unless some set has a gate per projection.
+    """
+    weights = per_layer
+    if gates.projection is not None:
+        weights = mixture_weights(
+            gates, tokens.set_ids, _select(x, gates.projection[group.name][layer], tokens.set_ids)
+        )
+        if per_layer is not None:
+            own = gates.is_per_projection[tokens.set_ids][:, None, None]
+            weights = jnp.where(own, weights, jnp.broadcast_to(per_layer, weights.shape))
+    assert weights is not None
+    experts = jnp.broadcast_to(
+        jnp.maximum(tokens.experts, 0)[:, None, :], (*weights.shape[:2], tokens.experts.shape[1])
+    )
+    columns = jnp.take_along_axis(weights, experts, axis=2)
+    return jnp.where(tokens.is_used[:, None, :], columns, 0.0)

@@ -1,0 +1,173 @@
+"""generate(batch, adapter_mix): the step in a loop on the device, without a server."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, UInt
+
+from dymerge_jax.gating import GateArray
+from dymerge_jax.kv_cache import KVCache, empty_cache
+from dymerge_jax.lora import SlotArray
+from dymerge_jax.model import Implementations, Llama
+from dymerge_jax.sampling import SamplingParams, pick_tokens
+from dymerge_jax.step import AdapterMix, StepBatch, hidden_states
+from pallas_kernels.pytree import pytree_dataclass
+
+_BLOCK_SIZE = 16
+
+
+@pytree_dataclass
+class Batch:
+    """Prompts of one batch, padded on the right.
+
+    Attributes:
+      tokens: [num_seqs, prompt_len] int32; what lies past a row's length is ignored.
+      lengths: [num_seqs] int32, tokens of each prompt, at least 1.
+    """
+
+    tokens: Int[Array, "num_seqs prompt_len"]
+    lengths: Int[Array, " num_seqs"]
+
+
+@pytree_dataclass
+class GenerateOutput:
+    """Attributes:
+    tokens: [num_seqs, max_new_tokens] int32, what was generated; 0 past a row's length.
+    lengths: [num_seqs] int32, generated tokens of each row, the end token not counted.
+    """
+
+    tokens: Int[Array, "num_seqs max_new_tokens"]
+    lengths: Int[Array, " num_seqs"]
+
+
+def _block_tables(num_seqs: int, max_len: int) -> Int[Array, "num_seqs blocks_per_seq"]:
+    """Each row owns its own run of blocks."""
+    width = -(-max_len // _BLOCK_SIZE)
+    return jnp.arange(num_seqs * width, dtype=jnp.int32).reshape(num_seqs, width)
+
+
+def _prefill(
+    model: Llama,
+    slots: SlotArray,
+    gates: GateArray | None,
+    mix: AdapterMix,
+    batch: Batch,
+    tables: Int[Array, "num_seqs blocks_per_seq"],
+    implementations: Implementations,
+) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
+    """Runs all prompts as one flat batch, each row at its padded place."""
+    num_seqs, prompt_len = batch.tokens.shape
+    rows = jnp.arange(num_seqs, dtype=jnp.int32)
+    step = StepBatch(
+        tokens=batch.tokens.reshape(-1),
+        rows=rows,
+        seq_starts=rows * prompt_len,
+        seq_lens=batch.lengths,
+        context_lens=jnp.zeros_like(rows),
+        use_last_token=jnp.zeros((num_seqs,), bool),
+    )
+    dtype = jax.tree.leaves(nnx.state(model))[0].dtype
+    cache = empty_cache(model.config, num_blocks=tables.size, block_size=_BLOCK_SIZE, dtype=dtype)
+    return hidden_states(model, cache, slots, gates, mix, tables, jnp.zeros_like(rows), step, implementations)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "implementations"))
+def batch_logits(
+    graph: nnx.GraphDef[Llama],
+    state: nnx.State,
+    slots: SlotArray,
+    gates: GateArray | None,
+    mix: AdapterMix,
+    batch: Batch,
+    implementations: Implementations = Implementations(),  # noqa: B008 (frozen)
+) -> Float[Array, "num_seqs prompt_len vocab"]:
+    """Logits after every prompt token, float32; of no meaning past a row's length."""
+    model = nnx.merge(graph, state)
+    tables = _block_tables(*batch.tokens.shape)
+    hidden, _ = _prefill(model, slots, gates, mix, batch, tables, implementations)
+    return model.logits(hidden).reshape(*batch.tokens.shape, -1)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "implementations", "max_new_tokens", "stop_ids"))
+def generate_tokens(
+    graph: nnx.GraphDef[Llama],
+    state: nnx.State,
+    slots: SlotArray,
+    gates: GateArray | None,
+    mix: AdapterMix,
+    batch: Batch,
+    sampling: SamplingParams | None,
+    *,
+    max_new_tokens: int,
+    stop_ids: tuple[int, ...],
+    implementations: Implementations = Implementations(),  # noqa: B008 (frozen)
+) -> GenerateOutput:
+    """Prefills the batch, then decodes all rows together until each met a stop id or has max_new_tokens.
+
+    Args:
+      graph, state: the split model.
+      slots, gates: adapters and gates on the device.
+      mix: by row of the batch.
+      batch: prompts.
+      sampling: by row; None is greedy.
+      max_new_tokens: width of the output.
+      stop_ids: token ids that end a row.
+      implementations: of the ops.
+    """
+    model = nnx.merge(graph, state)
+    num_seqs, prompt_len = batch.tokens.shape
+    rows = jnp.arange(num_seqs, dtype=jnp.int32)
+    tables = _block_tables(num_seqs, prompt_len + max_new_tokens)
+    hidden, cache = _prefill(model, slots, gates, mix, batch, tables, implementations)
+    last = hidden.reshape(num_seqs, prompt_len, -1)[rows, batch.lengths - 1]
+
+    def pick(hidden: Float[Array, "num_seqs hidden"], step: Int[Array, ""]) -> Int[Array, " num_seqs"]:
+        logits = model.logits(hidden)
+        if sampling is None:
+            return jnp.argmax(logits, axis=1).astype(jnp.int32)
+        return pick_tokens(logits, sampling, jnp.broadcast_to(step, (num_seqs,)))
+
+    def is_stop(tokens: Int[Array, " num_seqs"]) -> Array:
+        return (tokens[:, None] == jnp.asarray(stop_ids, jnp.int32)[None, :]).any(1)
+
+    def body(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        step, current, lengths, done, tokens, cache = carry
+        tokens = tokens.at[:, step].set(jnp.where(done, 0, current))
+        lengths = lengths + jnp.logical_not(done).astype(jnp.int32)
+        work = StepBatch(
+            tokens=current,
+            rows=rows,
+            seq_starts=rows,
+            seq_lens=jnp.logical_not(done).astype(jnp.int32),
+            context_lens=batch.lengths + step,
+            use_last_token=jnp.zeros((num_seqs,), bool),
+        )
+        hidden, cache = hidden_states(model, cache, slots, gates, mix, tables, current, work, implementations)
+        following = pick(hidden, step + 1)
+        return step + 1, following, lengths, done | is_stop(following), tokens, cache
+
+    def goes_on(carry: tuple[Array, ...]) -> Array:
+        step, _, _, done, *_ = carry
+        return (step < max_new_tokens) & jnp.logical_not(done.all())
+
+    first = pick(last, jnp.int32(0))
+    zeros = jnp.zeros((num_seqs,), jnp.int32)
+    start = (jnp.int32(0), first, zeros, is_stop(first), jnp.zeros((num_seqs, max_new_tokens), jnp.int32), cache)
+    _, _, lengths, _, tokens, _ = jax.lax.while_loop(goes_on, body, start)
+    return GenerateOutput(tokens=tokens, lengths=lengths)
+
+
+def uniform_sampling(
+    num_seqs: int, *, temperature: float, top_k: int, top_p: float, min_p: float, seed: Int[Array, ""] | int
+) -> SamplingParams:
+    """The same parameters for every row; rows draw from different seeds."""
+    seeds: UInt[Array, " num_seqs"] = jnp.asarray(seed, jnp.uint32) + jnp.arange(num_seqs, dtype=jnp.uint32)
+    return SamplingParams(
+        temperature=jnp.full((num_seqs,), temperature, jnp.float32),
+        top_k=jnp.full((num_seqs,), top_k, jnp.int32),
+        top_p=jnp.full((num_seqs,), top_p, jnp.float32),
+        min_p=jnp.full((num_seqs,), min_p, jnp.float32),
+        seeds=seeds,
+    )
