@@ -48,6 +48,11 @@ class SlotCache:
         """Slots of resident adapters without a pin."""
         return self._num_evictable_slots
 
+    @property
+    def num_pins(self) -> Mapping[str, int]:
+        """Pins of each pinned adapter."""
+        return dict(self._num_pins)
+
     def lookup(self, adapter_id: str) -> tuple[int, ...] | None:
         """The slots of an adapter in order of its rank rows, or None if it is not resident."""
         return self._slots.get(adapter_id)

@@ -1,0 +1,430 @@
+"""Waiting and running requests plus free resources, to the next StepPlan.
+
+The policy (`policies.py`) says in which order waiting requests are tried; this module says what fits: engine rows, KV
+blocks, adapter slots, and the token budget of a step.
+"""
+
+import bisect
+import dataclasses
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from serving.block_pool import BlockPool
+from serving.errors import InvalidRequestError
+from serving.plan import Chunk, Load, StepPlan
+from serving.policies import Policy, WhenBlocked
+from serving.request import FinishReason, Phase, Request
+from serving.slot_cache import SlotCache
+
+
+class Scheduler:
+    """Plans steps, one ahead of what the host has read.
+
+    The engine's loop, with step k-1 still running on the device:
+      1. `plan(now_s)` gives step k; blocks, slots, rows and pins change hands here and nowhere else but in `finish`.
+      2. The engine copies `plan.loads`, dispatches the step, and calls `on_dispatched(plan)`.
+      3. The engine reads the tokens of step k-1: `Request.commit_token` for each request that is not finished, then
+         `finish` for those that end. Tokens of finished requests are dropped.
+
+    Who owns what. A request owns its row, its blocks and one pin on each of its adapters from its admission (in
+    `plan`) until it finishes or is preempted. Then all of it is released at once, even if a dispatched step still uses
+    it: the device runs steps in order, so the next owner's step comes after.
+
+    Preemption. When blocks run out, the running request that arrived last gives up what it owns and waits again, with
+    its arrival time, to compute all its tokens anew. Only later arrivals are preempted for a request, so the oldest
+    one always advances. A token belongs to its request, not to the blocks that it was computed from: what step k-1
+    sampled for a request that plan k preempts is valid and must be committed. As it is committed before plan k+1,
+    and plan k admits nobody once it has preempted, no request with a token in flight is ever admitted. `Request.epoch`
+    counts admissions, so a chunk's epoch and its request's differ only if this order of calls is broken.
+
+    Running requests. Decode rows come first, by arrival, then prefill chunks by admission, each as long as the budget
+    allows. A request that cannot get a block and is the last arrival keeps what it has and is left out of the step.
+    One whose tokens, those in flight included, reach its limit is left out until the engine finishes it.
+
+    Admission. A request needs a row, slots for all its adapters at once, at least one token of budget, and blocks.
+    Blocks are allocated chunk by chunk, but a request is admitted only if the pool can hold all its known tokens and
+    one block more, beside what is promised in the same way to each running one: so admitting does not lead to
+    preempting at once.
+
+    Room that is claimed. While a request for which the policy says CLAIM is waiting for slots (for lack of anything
+    else nobody fits: all requests need rows, blocks and budget), its room is: one row; blocks for its tokens and one
+    more; and every slot that is unpinned now or later, until it has enough. A request behind it is admitted only if
+    all its adapters are among the claimant's own (a base request has none); it fits, at its greatest length, into the
+    blocks beyond the claim, and a row is left; and its prompt ends within this step, so that from the next step on it
+    takes one token of budget, and `max_num_batched_tokens >= max_num_seqs` keeps one for each row.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        block_pool: BlockPool,
+        slot_cache: SlotCache,
+        num_slots_by_adapter: Callable[[str], int],
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        """Nothing waits and nothing runs.
+
+        Args:
+          policy: order of admission.
+          block_pool, slot_cache: used by this scheduler only.
+          num_slots_by_adapter: slots that an adapter needs.
+          max_num_seqs: engine rows.
+          max_num_batched_tokens: token budget of a step, at least max_num_seqs.
+          max_model_len: most tokens of one request, prompt and output together.
+        """
+        if max_num_batched_tokens < max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {max_num_batched_tokens}, expected >= max_num_seqs, which is {max_num_seqs}"
+            )
+        self.policy = policy
+        self.block_pool = block_pool
+        self.slot_cache = slot_cache
+        self.num_slots_by_adapter = num_slots_by_adapter
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.num_preemptions = 0
+        self._requests: dict[str, Request] = {}  # waiting and running
+        self._waiting: list[Request] = []  # by arrival
+        self._running: list[Request] = []  # by admission
+        self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
+        self._num_added = 0
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        """Waiting requests by arrival."""
+        return tuple(self._waiting)
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """Running requests by admission."""
+        return tuple(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Waiting requests."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Running requests."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """True until every request is finished."""
+        return bool(self._requests)
+
+    def check_request(self, request: Request) -> None:
+        """Refuses a request that could never run here.
+
+        Raises:
+          InvalidRequestError: If the prompt is empty or too long, or needs more slots or blocks than exist.
+        """
+        if not request.prompt_token_ids:
+            raise InvalidRequestError("prompt has no tokens, expected at least one", param="prompt")
+        if request.num_prompt_tokens >= self.max_model_len:
+            raise InvalidRequestError(
+                f"prompt has {request.num_prompt_tokens} tokens, but prompt and output share the limit of "
+                f"{self.max_model_len} tokens; shorten the prompt or raise --max-model-len",
+                param="prompt",
+            )
+        num_blocks = self._most_blocks(request)
+        if num_blocks > self.block_pool.num_blocks:
+            raise InvalidRequestError(
+                f"max_tokens is {request.sampling.max_tokens}, which with a prompt of {request.num_prompt_tokens} "
+                f"tokens needs {num_blocks} KV blocks of {self.block_pool.block_size} tokens, but there are "
+                f"{self.block_pool.num_blocks}; lower max_tokens or raise --num-blocks",
+                param="max_tokens",
+            )
+        slots_by_adapter = self._num_slots(request)
+        num_slots = sum(slots_by_adapter.values())
+        if num_slots > self.slot_cache.num_slots:
+            raise InvalidRequestError(
+                f"adapter_mix needs {num_slots} slots ({_counts_text(slots_by_adapter)}), but the slot array has "
+                f"{self.slot_cache.num_slots}; use fewer or smaller adapters or raise --adapter-slots",
+                param="adapter_mix",
+            )
+
+    def add(self, request: Request) -> None:
+        """Lets a new request wait.
+
+        Raises:
+          InvalidRequestError: If it could never run here, or its id is in use; nothing has changed then.
+        """
+        assert request.phase is Phase.WAITING, f"{request} was added before"
+        if request.request_id in self._requests:
+            raise InvalidRequestError(
+                f"request id {request.request_id!r} is in use; give each request its own", param="request_id"
+            )
+        self.check_request(request)
+        request.sequence_number = self._num_added
+        self._num_added += 1
+        self._requests[request.request_id] = request
+        self._wait(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """Finishes a request with reason ABORT; returns it, or None if it is unknown or has finished before."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.finish(request, FinishReason.ABORT)
+        return request
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Ends a waiting or running request and releases what it owns, tokens in flight or not."""
+        assert self._requests.get(request.request_id) is request, f"{request} is not in the scheduler"
+        if request.phase is Phase.RUNNING:
+            self._release(request)
+        else:
+            del self._waiting[self._waiting_index(request)]
+        del self._requests[request.request_id]
+        request.phase = Phase.FINISHED
+        request.finish_reason = reason
+
+    def has_reached_limit(self, request: Request) -> bool:
+        """True if the known tokens have reached max_tokens or the model's limit: it is to finish with LENGTH."""
+        return request.num_known_tokens >= self._token_limit(request)
+
+    def plan(self, now_s: float) -> StepPlan:
+        """Chooses what the next step runs, and hands out rows, blocks and slots for it.
+
+        To be called with at most one dispatched step whose tokens are not committed.
+
+        Args:
+          now_s: the time, on the clock of `Request.arrival_s`.
+        """
+        draft = _Draft(budget=self.max_num_batched_tokens)
+        for request in self._running_in_order():
+            # It may have been preempted for one before it.
+            if request.phase is Phase.RUNNING and request.num_total_tokens < self._token_limit(request):
+                self._plan_chunk(request, draft)
+        if not draft.is_short_of_blocks:
+            self._admit(draft, now_s)
+        return StepPlan(tuple(draft.chunks.values()), tuple(draft.loads), tuple(draft.preempted))
+
+    def on_dispatched(self, plan: StepPlan) -> None:
+        """Takes note that the device will run `plan`: its tokens count as computed, its samples are in flight."""
+        for chunk in plan.chunks:
+            request = chunk.request
+            assert request.epoch == chunk.epoch, f"{request} changed between plan and dispatch"
+            assert request.num_computed_tokens == chunk.start, f"{request} does not go on at {chunk.start}"
+            request.num_computed_tokens += chunk.num_tokens
+            request.num_in_flight += chunk.samples
+
+    def check_integrity(self) -> None:
+        """Checks that rows, blocks and pins are each owned by exactly the running requests that should own them."""
+        self.block_pool.check_integrity()
+        self.slot_cache.check_integrity()
+        rows = [-1 if request.row is None else request.row for request in self._running]
+        assert sorted([*rows, *self._free_rows]) == list(range(self.max_num_seqs)), f"rows {rows}"
+        block_ids = [block_id for request in self._running for block_id in request.block_table]
+        assert len(set(block_ids)) == len(block_ids), "a block is in two block tables"
+        assert len(block_ids) + self.block_pool.num_free == self.block_pool.num_blocks, "blocks are lost"
+        pins = Counter(adapter_id for request in self._running for adapter_id in request.adapters)
+        assert pins == self.slot_cache.num_pins, f"running requests use {pins}, pinned {self.slot_cache.num_pins}"
+        for request in self._running:
+            assert request.phase is Phase.RUNNING, f"{request} is listed as running"
+            num_covered = len(request.block_table) * self.block_pool.block_size
+            assert request.num_computed_tokens <= num_covered, f"{request} has blocks for {num_covered} tokens"
+        for request in self._waiting:
+            assert request.phase is Phase.WAITING, f"{request} is listed as waiting"
+            assert request.row is None, f"{request} waits with a row"
+            assert not request.block_table, f"{request} waits with blocks"
+        assert self._waiting == sorted(self._waiting, key=_arrival_order), "waiting requests are not by arrival"
+        assert len(self._requests) == len(self._waiting) + len(self._running), "requests are lost"
+
+    def _running_in_order(self) -> list[Request]:
+        decodes = [request for request in self._running if request.num_uncomputed_tokens == 1]
+        prefills = [request for request in self._running if request.num_uncomputed_tokens > 1]
+        return sorted(decodes, key=_arrival_order) + prefills
+
+    def _plan_chunk(self, request: Request, draft: "_Draft") -> None:
+        """Adds the longest chunk that budget and blocks allow, if there is any."""
+        start = request.num_computed_tokens
+        num_tokens = min(request.num_uncomputed_tokens, draft.budget)
+        self._grow_block_table(request, start + num_tokens, draft)
+        num_tokens = min(num_tokens, len(request.block_table) * self.block_pool.block_size - start)
+        if num_tokens == 0:
+            return
+        assert request.row is not None
+        draft.add(
+            Chunk(
+                request=request,
+                row=request.row,
+                epoch=request.epoch,
+                start=start,
+                num_tokens=num_tokens,
+                samples=start + num_tokens == request.num_total_tokens,
+            )
+        )
+
+    def _grow_block_table(self, request: Request, num_tokens: int, draft: "_Draft") -> None:
+        """Gives the request blocks for its first `num_tokens` tokens, or as many as later arrivals can yield."""
+        num_missing = self.block_pool.blocks_for(num_tokens) - len(request.block_table)
+        while num_missing > self.block_pool.num_free:
+            draft.is_short_of_blocks = True
+            victim = self._victim(request, draft)
+            if victim is None:
+                break
+            self._preempt(victim, draft)
+        block_ids = self.block_pool.allocate(max(0, min(num_missing, self.block_pool.num_free)))
+        assert block_ids is not None
+        request.block_table += block_ids
+
+    def _victim(self, request: Request, draft: "_Draft") -> Request | None:
+        """The last arrival among the running requests later than this one, if possible one without a chunk yet."""
+        later = [other for other in self._running if other.arrival_order > request.arrival_order]
+        return max(later, key=lambda other: (other.request_id not in draft.chunks, other.arrival_order), default=None)
+
+    def _preempt(self, request: Request, draft: "_Draft") -> None:
+        draft.drop(request)
+        self._release(request)
+        request.num_computed_tokens = 0
+        self._wait(request)
+        self.num_preemptions += 1
+
+    def _admit(self, draft: "_Draft", now_s: float) -> None:
+        """Admits waiting requests in the policy's order while anything may fit."""
+        room = _Room(
+            num_rows=len(self._free_rows),
+            num_blocks=self.block_pool.num_free - sum(map(self._promised_blocks, self._running)),
+        )
+        for request in self.policy.order(self.waiting, self.slot_cache.resident, now_s):
+            if draft.budget == 0 or room.num_rows <= 0 or room.num_blocks <= 0:
+                return
+            num_blocks = self._promised_blocks(request)
+            if self._fits(request, room, draft.budget):
+                self._start(request, draft)
+                room.take(num_blocks)
+                continue
+            match self.policy.when_blocked(request, now_s):
+                case WhenBlocked.STOP:
+                    return
+                case WhenBlocked.CLAIM:
+                    room.take(num_blocks)
+                    room.claim_slots(request.adapters)
+                case WhenBlocked.PASS:
+                    pass
+
+    def _fits(self, request: Request, room: "_Room", budget: int) -> bool:
+        """True if the request can be admitted without taking what is promised or claimed; see the class."""
+        if not self.slot_cache.can_hold(self._num_slots(request)):
+            return False
+        if room.claimed_by is None:
+            return self._promised_blocks(request) <= room.num_blocks
+        return (
+            room.claimed_by.issuperset(request.adapters)
+            and self._most_blocks(request) <= room.num_blocks
+            and request.num_uncomputed_tokens <= budget
+        )
+
+    def _start(self, request: Request, draft: "_Draft") -> None:
+        """Gives a waiting request its row and pins, and plans its first chunk."""
+        assert request.num_in_flight == 0, f"{request} is admitted before its tokens in flight were committed"
+        del self._waiting[self._waiting_index(request)]
+        missing = [adapter_id for adapter_id in request.adapters if adapter_id not in self.slot_cache.resident]
+        for adapter_id in request.adapters:
+            if adapter_id not in missing:
+                self.slot_cache.pin(adapter_id)  # before any load, which might evict it
+        for adapter_id in missing:
+            load = self.slot_cache.plan_load(adapter_id, self.num_slots_by_adapter(adapter_id))
+            assert load is not None, f"no slots for adapter {adapter_id!r} of {request}"
+            self.slot_cache.pin(adapter_id)
+            draft.loads.append(load)
+        request.row = heapq.heappop(self._free_rows)
+        request.phase = Phase.RUNNING
+        request.epoch += 1
+        self._running.append(request)
+        self._plan_chunk(request, draft)
+
+    def _release(self, request: Request) -> None:
+        """Takes row, blocks and pins from a running request."""
+        assert request.row is not None
+        self._running.remove(request)
+        heapq.heappush(self._free_rows, request.row)
+        request.row = None
+        self.block_pool.release(request.block_table)
+        request.block_table = []
+        for adapter_id in request.adapters:
+            self.slot_cache.unpin(adapter_id)
+
+    def _wait(self, request: Request) -> None:
+        request.phase = Phase.WAITING
+        bisect.insort(self._waiting, request, key=_arrival_order)
+
+    def _waiting_index(self, request: Request) -> int:
+        index = bisect.bisect_left(self._waiting, request.arrival_order, key=_arrival_order)
+        assert self._waiting[index] is request, f"{request} is not waiting"
+        return index
+
+    def _token_limit(self, request: Request) -> int:
+        """Most tokens of the request, prompt and output."""
+        return min(request.num_prompt_tokens + request.sampling.max_tokens, self.max_model_len)
+
+    def _most_blocks(self, request: Request) -> int:
+        """Blocks at its greatest length; the last token ends the request and is never written."""
+        return self.block_pool.blocks_for(self._token_limit(request) - 1)
+
+    def _promised_blocks(self, request: Request) -> int:
+        """Blocks still to come for its known tokens and one block more, within its greatest length."""
+        wanted = min(self.block_pool.blocks_for(request.num_total_tokens) + 1, self._most_blocks(request))
+        return max(0, wanted - len(request.block_table))
+
+    def _num_slots(self, request: Request) -> dict[str, int]:
+        return {adapter_id: self.num_slots_by_adapter(adapter_id) for adapter_id in request.adapters}
+
+
+@dataclasses.dataclass
+class _Draft:
+    """A plan in the making: what is left of the budget, and what is chosen so far."""
+
+    budget: int
+    chunks: dict[str, Chunk] = dataclasses.field(default_factory=dict)
+    loads: list[Load] = dataclasses.field(default_factory=list)
+    preempted: list[Request] = dataclasses.field(default_factory=list)
+    is_short_of_blocks: bool = False
+
+    def add(self, chunk: Chunk) -> None:
+        self.chunks[chunk.request.request_id] = chunk
+        self.budget -= chunk.num_tokens
+
+    def drop(self, request: Request) -> None:
+        """Takes back the chunk of a request that is preempted, if it has one."""
+        self.preempted.append(request)
+        chunk = self.chunks.pop(request.request_id, None)
+        if chunk is not None:
+            self.budget += chunk.num_tokens
+
+
+@dataclasses.dataclass
+class _Room:
+    """What is left for admission beside what is promised to running requests and claimed by overdue ones.
+
+    Attributes:
+      num_rows, num_blocks: rows and blocks left.
+      claimed_by: adapters common to all claimants, the only ones that others may pin; None if nobody claims slots.
+    """
+
+    num_rows: int
+    num_blocks: int
+    claimed_by: frozenset[str] | None = None
+
+    def take(self, num_blocks: int) -> None:
+        self.num_rows -= 1
+        self.num_blocks -= num_blocks
+
+    def claim_slots(self, adapters: Iterable[str]) -> None:
+        adapters = frozenset(adapters)
+        self.claimed_by = adapters if self.claimed_by is None else self.claimed_by & adapters
+
+
+def _arrival_order(request: Request) -> tuple[float, int]:
+    return request.arrival_order
+
+
+def _counts_text(num_slots: dict[str, int]) -> str:
+    return ", ".join(f"{adapter_id}: {count}" for adapter_id, count in num_slots.items())
