@@ -293,8 +293,10 @@ class Scheduler:
             num_rows=len(self._free_rows),
             num_blocks=self.block_pool.num_free - sum(map(self._promised_blocks, self._running)),
         )
-        for request in self.policy.order(self.waiting, self.slot_cache.resident, now_s):
-            if draft.budget == 0 or room.num_rows <= 0 or room.num_blocks <= 0:
+        order = self.policy.order(self.waiting, self.slot_cache.resident, now_s)
+        while draft.budget > 0 and room.num_rows > 0 and room.num_blocks > 0:
+            request = next(order, None)
+            if request is None:
                 return
             num_blocks = self._promised_blocks(request)
             if self._fits(request, room, draft.budget):
