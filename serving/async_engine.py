@@ -1,0 +1,267 @@
+"""Runs the synchronous engine in its own thread and hands its outputs to asyncio.
+
+Only the engine thread touches the engine. Event-loop code leaves commands (add, abort) in an inbox; the thread takes
+the inbox, runs one step while there is work, and gives all outputs of the step to the event loop in one call.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Protocol
+
+from serving.errors import EngineError, OverloadedError, ServingError, UnavailableError
+from serving.request import FinishReason, Request, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+# A failed step may have lost donated device state: then every later step fails too, and health must say so.
+MAX_FAILED_STEPS = 3
+
+
+class SynchronousEngine(Protocol):
+    """What the thread needs of `serving.engine.Engine`."""
+
+    def add_request(self, request: Request) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...  # an id that has ended, or was never added, is ignored
+
+    def step(self) -> list[RequestOutput]: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+
+class Generation:
+    """The outputs of requests submitted together: an async iterator of `RequestOutput`.
+
+    It ends after the last request's final output. Whoever holds it must call `close`, which aborts what still runs.
+    """
+
+    def __init__(self, engine: "AsyncEngine", request_ids: Iterable[str]) -> None:
+        self._engine = engine
+        self._running = set(request_ids)
+        self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __aiter__(self) -> "Generation":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if not self._running and self._outputs.empty():
+            raise StopAsyncIteration
+        return await self._outputs.get()
+
+    def put(self, output: RequestOutput) -> None:
+        """Called on the event loop with the next output of one of the requests."""
+        if output.finish_reason is not None:
+            self._running.discard(output.request_id)
+        self._outputs.put_nowait(output)
+
+    def close(self) -> None:
+        """Aborts the requests that have not ended; may be called twice."""
+        self._engine.abort(self._running)
+        self._running = set()
+
+
+class AsyncEngine:
+    """Owns the engine thread.
+
+    Attributes:
+      engine: the synchronous engine; after `start` only the thread may call it.
+      max_requests: requests that may be waiting or running at once; more are refused with 429.
+    """
+
+    def __init__(self, engine: SynchronousEngine, *, max_requests: int = 10_000) -> None:
+        self.engine = engine
+        self.max_requests = max_requests
+        self._generations: dict[str, Generation] = {}  # by request id; touched on the event loop only
+        self._condition = threading.Condition()
+        self._inbox: list[tuple[Generation, Sequence[Request]] | str] = []  # guarded by the condition
+        self._is_stopping = False  # guarded by the condition
+        self._is_draining = False
+        self._failure: str | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # Event-loop side
+
+    def start(self) -> None:
+        """Starts the thread; called once, on the event loop that takes the outputs."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def unhealthy_reason(self) -> str | None:
+        """Why new requests are refused; None while the engine is well."""
+        if self._failure is not None:
+            return self._failure
+        if self._is_draining:
+            return "the server is shutting down"
+        if not self._thread.is_alive():
+            return "the engine thread is not running"
+        return None
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.unhealthy_reason is None
+
+    async def submit(self, requests: Sequence[Request]) -> Generation:
+        """Hands requests to the engine and waits until it has accepted or refused them.
+
+        Raises:
+          ServingError: If the engine refuses one of them (then none runs), is unhealthy, or holds too many.
+        """
+        if (reason := self.unhealthy_reason) is not None:
+            raise UnavailableError(reason)
+        if len(self._generations) + len(requests) > self.max_requests:
+            raise OverloadedError(
+                f"{len(self._generations)} requests are waiting or running and {len(requests)} more would pass the "
+                f"limit of {self.max_requests}; try again later"
+            )
+        generation = Generation(self, [r.request_id for r in requests])
+        self._generations.update((r.request_id, generation) for r in requests)
+        self._send((generation, requests))
+        try:
+            await generation.accepted
+        except asyncio.CancelledError:
+            generation.close()
+            raise
+        except ServingError:  # the engine holds none of them
+            for request in requests:
+                self._generations.pop(request.request_id, None)
+            raise
+        return generation
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        """Outputs of one request; closing the iterator, or cancelling its reader, aborts the request."""
+        generation = await self.submit([request])
+        with contextlib.closing(generation):
+            async for output in generation:
+                yield output
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests wherever they are; ids that have ended already are ignored."""
+        for request_id in list(request_ids):
+            if self._generations.pop(request_id, None) is not None:
+                self._send(request_id)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests, waits for the running ones, and ends what is left after `timeout_s` seconds."""
+        self._is_draining = True
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._generations and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        if self._generations:
+            logger.warning("%d requests did not end within %g s and are aborted", len(self._generations), timeout_s)
+        for request_id in list(self._generations):
+            self._deliver([_ended(request_id, FinishReason.ABORT, "the server is shutting down")])
+            self._send(request_id)
+
+    def stop(self, timeout_s: float = 2.0) -> bool:
+        """Ends the thread after its current step; False if that took longer than `timeout_s` seconds."""
+        with self._condition:
+            self._is_stopping = True
+            self._condition.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _send(self, command: tuple[Generation, Sequence[Request]] | str) -> None:
+        with self._condition:
+            self._inbox.append(command)
+            self._condition.notify()
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            generation = self._generations.get(output.request_id)
+            if generation is None:  # aborted while its output was on the way
+                continue
+            if output.finish_reason is not None:
+                del self._generations[output.request_id]
+            generation.put(output)
+
+    # Engine-thread side
+
+    def _run(self) -> None:
+        running: set[str] = set()  # what the engine holds, as far as this thread knows
+        failed_steps = 0
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._inbox or self._is_stopping or self._can_step)
+                if self._is_stopping:
+                    return
+                inbox, self._inbox = self._inbox, []
+            try:
+                for command in inbox:
+                    self._apply(command, running)
+                outputs = self.engine.step() if self._can_step else []
+                failed_steps = 0 if outputs else failed_steps
+            except Exception as error:
+                failed_steps += 1
+                outputs = self._fail(error, running, failed_steps)
+            running.difference_update(o.request_id for o in outputs if o.finish_reason is not None)
+            if outputs:
+                self._call_on_loop(self._deliver, outputs)
+
+    @property
+    def _can_step(self) -> bool:
+        return self._failure is None and self.engine.has_work
+
+    def _apply(self, command: tuple[Generation, Sequence[Request]] | str, running: set[str]) -> None:
+        if isinstance(command, str):
+            running.discard(command)
+            self.engine.abort(command)
+            return
+        generation, requests = command
+        added: list[str] = []
+        try:
+            if self._failure is not None:
+                raise UnavailableError(self._failure)
+            for request in requests:
+                self.engine.add_request(request)
+                added.append(request.request_id)
+        except Exception as error:
+            for request_id in added:
+                self.engine.abort(request_id)
+            if not isinstance(error, ServingError):
+                logger.exception("adding a request failed")
+                error = EngineError(f"the engine could not take the request: {type(error).__name__}: {error}")
+            self._call_on_loop(_refuse, generation.accepted, error)
+            return
+        running.update(added)
+        self._call_on_loop(_accept, generation.accepted)
+
+    def _fail(self, error: Exception, running: set[str], failed_steps: int) -> list[RequestOutput]:
+        """Ends every running request with the error, so that the next ones may start from a clean engine."""
+        text = f"a step of the engine failed: {type(error).__name__}: {error}"
+        logger.error("%s; %d requests end with it", text, len(running), exc_info=error)
+        for request_id in running:
+            try:
+                self.engine.abort(request_id)
+            except Exception:
+                logger.exception("aborting request %s failed", request_id)
+                failed_steps = MAX_FAILED_STEPS
+        if failed_steps >= MAX_FAILED_STEPS:
+            self._failure = f"{text} ({failed_steps} failures in a row); restart the server"
+        return [_ended(request_id, FinishReason.ERROR, text) for request_id in running]
+
+    def _call_on_loop(self, function, *args: object) -> None:  # pyright: ignore[reportMissingParameterType]
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
+            self._loop.call_soon_threadsafe(function, *args)
+
+
+def _accept(accepted: asyncio.Future[None]) -> None:
+    if not accepted.done():
+        accepted.set_result(None)
+
+
+def _refuse(accepted: asyncio.Future[None], error: Exception) -> None:
+    if not accepted.done():
+        accepted.set_exception(error)
+
+
+def _ended(request_id: str, finish_reason: FinishReason, error: str) -> RequestOutput:
+    return RequestOutput(request_id=request_id, finish_reason=finish_reason, error=error)

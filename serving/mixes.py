@@ -1,0 +1,256 @@
+"""What a request's `model`, `adapter_mix` and `lora` mean: names to a `Mix`, or an error that names the culprit."""
+
+import dataclasses
+import reprlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from serving.errors import InvalidRequestError, UnknownModelError
+from serving.request import MAX_FLOAT32, Mix
+
+_FORMS = 'an object such as {"legal": 0.7, "french": 0.3} or a list such as [{"adapter": "legal", "weight": 0.7}]'
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterEntry:
+    """One adapter as requests see it.
+
+    Attributes:
+      name: what a request calls it.
+      root: the folder it came from, shown by /v1/models.
+      num_slots: slots it fills on the device.
+    """
+
+    name: str
+    root: str
+    num_slots: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedSetEntry:
+    """One gated set as requests see it: its name, the adapters its gates choose from, and its folder."""
+
+    name: str
+    experts: tuple[str, ...]
+    root: str
+
+
+class ModelRegistry:
+    """The base model, its adapters and its gated sets by name.
+
+    Attributes:
+      base_name: the id of the base model.
+      base_root: where the base model was loaded from.
+      adapters: by name, in the order of /v1/models; llama.cpp's `lora` ids count in this order.
+      gated_sets: by name.
+      num_slots, slot_rank: size of the slot array.
+    """
+
+    def __init__(
+        self,
+        base_name: str,
+        base_root: str,
+        adapters: Sequence[AdapterEntry],
+        gated_sets: Sequence[GatedSetEntry],
+        *,
+        num_slots: int,
+        slot_rank: int,
+    ) -> None:
+        self.base_name = base_name
+        self.base_root = base_root
+        self.adapters = {a.name: a for a in adapters}
+        self.gated_sets = {g.name: g for g in gated_sets}
+        self.num_slots = num_slots
+        self.slot_rank = slot_rank
+        names = [base_name, *(a.name for a in adapters), *(g.name for g in gated_sets)]
+        if repeated := sorted({n for n in names if names.count(n) > 1}):
+            raise ValueError(
+                f"the names {', '.join(map(repr, repeated))} are given more than once among base model, adapters and "
+                "gated sets; name an adapter apart with --adapters NAME=FOLDER, the base with --served-model-name"
+            )
+        for gated_set in gated_sets:
+            if missing := [e for e in gated_set.experts if e not in self.adapters]:
+                raise ValueError(
+                    f"gated set {gated_set.name!r} uses the adapters {', '.join(map(repr, missing))}, which are not "
+                    "loaded; add them with --adapters"
+                )
+
+    def resolve(
+        self,
+        model: str | None,
+        adapter_mix: Mapping[str, float] | None = None,
+        lora: Sequence[tuple[int | str, float]] | None = None,
+    ) -> Mix:
+        """The mix a request asks for.
+
+        Args:
+          model: the base's name or None, an adapter (its mix is {adapter: 1}), or a gated set.
+          adapter_mix: weights by adapter name; only with the base as `model`. An empty one is the base.
+          lora: llama.cpp's form: (id or name, scale); the id is the adapter's position in /v1/models.
+
+        Raises:
+          UnknownModelError: If `model`, or an adapter of the mix, does not exist.
+          InvalidRequestError: If two selectors are given, or the mix needs more slots than there are.
+        """
+        self._check_model(model)
+        if adapter_mix is not None and lora is not None:
+            raise InvalidRequestError(
+                "adapter_mix and lora are both given; they say the same thing, use one", param="lora"
+            )
+        param = "adapter_mix" if lora is None else "lora"
+        weights = adapter_mix if lora is None else self._weights_from_lora(lora)
+        is_base = model is None or model == self.base_name
+        if weights is not None:
+            if not is_base:
+                raise InvalidRequestError(
+                    f"{param} is given together with model {model!r}, which selects adapters itself; use model "
+                    f"{self.base_name!r} with {param}, or put {model!r} into the mix",
+                    param=param,
+                )
+            return self._static_mix(weights, param)
+        if is_base:
+            return Mix()
+        assert model is not None
+        if model in self.gated_sets:
+            self._check_slots(set(self.gated_sets[model].experts), f"gated set {model!r}", "model")
+            return Mix(gated_set=model)
+        return self._static_mix({model: 1.0}, "model")
+
+    def adapters_of(self, mix: Mix) -> tuple[str, ...]:
+        """Every adapter that must be on the device for `mix`, each once."""
+        if mix.gated_set is not None:
+            return tuple(dict.fromkeys(self.gated_sets[mix.gated_set].experts))
+        return mix.adapters
+
+    def cards(self, created: int, max_model_len: int) -> list[dict[str, Any]]:
+        """The entries of /v1/models: base first, then adapters and gated sets with the base as `parent`."""
+        others = [*self.adapters.values(), *self.gated_sets.values()]
+        named = [(self.base_name, self.base_root, None), *((o.name, o.root, self.base_name) for o in others)]
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": created,
+                "owned_by": "dymerge_jax",
+                "root": root,
+                "parent": parent,
+                "max_model_len": max_model_len,
+            }
+            for name, root, parent in named
+        ]
+
+    def _check_model(self, model: str | None) -> None:
+        if model is None or model == self.base_name or model in self.adapters or model in self.gated_sets:
+            return
+        raise UnknownModelError(
+            f"The model {model!r} does not exist; GET /v1/models lists those that do.", param="model"
+        )
+
+    def _weights_from_lora(self, lora: Sequence[tuple[int | str, float]]) -> dict[str, float]:
+        names = list(self.adapters)
+        weights: dict[str, float] = {}
+        for i, (adapter_id, scale) in enumerate(lora):
+            if isinstance(adapter_id, int) and not 0 <= adapter_id < len(names):
+                raise UnknownModelError(
+                    f"lora[{i}].id is {adapter_id}, but there are {len(names)} adapters, counted from 0 in the order "
+                    "of /v1/models",
+                    param="lora",
+                )
+            name = names[adapter_id] if isinstance(adapter_id, int) else adapter_id
+            if name in weights:
+                raise InvalidRequestError(f"lora names the adapter {name!r} twice; give each once", param="lora")
+            weights[name] = scale
+        return weights
+
+    def _static_mix(self, weights: Mapping[str, float], param: str) -> Mix:
+        for name in weights:
+            if name in self.gated_sets:
+                raise InvalidRequestError(
+                    f"{name!r} in {param} is a gated set, not an adapter; give it as model, without a mix", param=param
+                )
+            if name not in self.adapters:
+                raise UnknownModelError(
+                    f"The adapter {name!r} in {param} does not exist; GET /v1/models lists those that do.", param=param
+                )
+        mix = Mix(tuple(weights.items()))
+        self._check_slots(mix.adapters, "the mix", param)
+        return mix
+
+    def _check_slots(self, names: Collection[str], what: str, param: str) -> None:
+        needed = {name: self.adapters[name].num_slots for name in names}
+        total = sum(needed.values())
+        if total > self.num_slots:
+            listed = ", ".join(f"{name!r} {count}" for name, count in sorted(needed.items())[:20])
+            raise InvalidRequestError(
+                f"{what} needs {total} slots of rank {self.slot_rank} ({listed}), but the slot array has "
+                f"{self.num_slots}; use fewer adapters or raise --adapter-slots",
+                param=param,
+            )
+
+
+def parse_adapter_mix(value: object) -> dict[str, float] | None:
+    """The field `adapter_mix` as weights by name; None where it is absent.
+
+    Raises:
+      InvalidRequestError: If it has another form, a weight is no finite number, or an adapter comes twice.
+    """
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        return {name: _weight(weight, f"adapter_mix[{name!r}]", "adapter_mix") for name, weight in value.items()}
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"adapter_mix is {shown(value)}; expected {_FORMS}", param="adapter_mix")
+    weights: dict[str, float] = {}
+    for i, item in enumerate(value):
+        name, weight = _pair(item, ("adapter", "weight"), f"adapter_mix[{i}]", "adapter_mix")
+        if not isinstance(name, str):
+            raise InvalidRequestError(
+                f"adapter_mix[{i}].adapter is {shown(name)}; expected an adapter's name", param="adapter_mix"
+            )
+        if name in weights:
+            raise InvalidRequestError(
+                f"adapter_mix names the adapter {name!r} twice; give each once", param="adapter_mix"
+            )
+        weights[name] = _weight(weight, f"adapter_mix[{i}].weight", "adapter_mix")
+    return weights
+
+
+def parse_lora(value: object) -> list[tuple[int | str, float]] | None:
+    """llama.cpp's field `lora`, [{"id": 0, "scale": 0.5}], as (id or name, scale); None where it is absent."""
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise InvalidRequestError(
+            f'lora is {shown(value)}; expected a list such as [{{"id": 0, "scale": 0.5}}]', param="lora"
+        )
+    pairs: list[tuple[int | str, float]] = []
+    for i, item in enumerate(value):
+        adapter_id, scale = _pair(item, ("id", "scale"), f"lora[{i}]", "lora")
+        if isinstance(adapter_id, bool) or not isinstance(adapter_id, int | str):
+            raise InvalidRequestError(
+                f"lora[{i}].id is {shown(adapter_id)}; expected an adapter's position in /v1/models or its name",
+                param="lora",
+            )
+        pairs.append((adapter_id, _weight(scale, f"lora[{i}].scale", "lora")))
+    return pairs
+
+
+def _pair(item: object, keys: tuple[str, str], where: str, param: str) -> tuple[object, object]:
+    if not isinstance(item, dict) or set(item) != set(keys):
+        raise InvalidRequestError(
+            f"{where} is {shown(item)}; expected an object with exactly {keys[0]!r} and {keys[1]!r}", param=param
+        )
+    return item[keys[0]], item[keys[1]]
+
+
+def _weight(value: object, where: str, param: str) -> float:
+    # Compared before it is converted: an integer of any length compares, and NaN fails.
+    if isinstance(value, int | float) and not isinstance(value, bool) and -MAX_FLOAT32 <= value <= MAX_FLOAT32:
+        return float(value)
+    raise InvalidRequestError(f"{where} is {shown(value)}; expected a finite number", param=param)
+
+
+def shown(value: object) -> str:
+    """What a client sent, short enough for an error message however large or deep it is."""
+    short = reprlib.Repr(maxstring=80, maxother=80, maxlevel=3)
+    return short.repr(value)

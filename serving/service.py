@@ -1,0 +1,203 @@
+"""The two generation routes apart from HTTP: a checked body becomes a job, a job becomes an answer or a stream."""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from serving.async_engine import AsyncEngine, Generation
+from serving.errors import InvalidRequestError, ServingError
+from serving.mixes import ModelRegistry
+from serving.prompts import PromptEncoder
+from serving.protocol import ChatRequest, CompletionRequest, GenerationFields
+from serving.request import Mix, Request, RequestOutput, SamplingParams
+from serving.responses import (
+    DONE_EVENT,
+    AnswerFormat,
+    ChatFormat,
+    CompletionFormat,
+    error_content,
+    event,
+    merge,
+    raise_if_failed,
+    usage,
+)
+
+logger = logging.getLogger(__name__)
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A checked request: one engine request for each choice, in the order of the choices.
+
+    Attributes:
+      requests: for the engine.
+      shapes: how its answer looks.
+      num_prompt_tokens: of all prompts, each counted once.
+      is_stream: answer by server-sent events.
+      includes_usage: end a stream with the token counts.
+    """
+
+    requests: list[Request]
+    shapes: AnswerFormat
+    num_prompt_tokens: int
+    is_stream: bool
+    includes_usage: bool
+
+
+class OpenAIService:
+    """What the two generation routes do, apart from HTTP."""
+
+    def __init__(
+        self, engine: AsyncEngine, registry: ModelRegistry, encoder: PromptEncoder, *, max_choices: int
+    ) -> None:
+        self.engine = engine
+        self.registry = registry
+        self.encoder = encoder
+        self.max_choices = max_choices
+
+    async def completion_job(self, fields: CompletionRequest) -> Job:
+        mix = self.registry.resolve(fields.model, fields.adapter_mix, fields.lora)
+        prompts = await asyncio.to_thread(self._tokenize, fields.prompt)
+        requests = self._requests("cmpl", fields, mix, prompts, COMPLETION_MAX_TOKENS, "prompt")
+        echoes = self._echoes(fields, prompts) if fields.echo else {}
+        shapes = CompletionFormat(
+            *self._header(requests, fields), self.encoder, fields.num_top_logprobs, echoes
+        )  # fmt: skip
+        return self._job(fields, requests, shapes, prompts)
+
+    async def chat_job(self, fields: ChatRequest) -> Job:
+        mix = self.registry.resolve(fields.model, fields.adapter_mix, fields.lora)
+        prompts = [await asyncio.to_thread(self.encoder.encode_chat, fields.messages)]
+        requests = self._requests("chatcmpl", fields, mix, prompts, None, "messages")
+        shapes = ChatFormat(*self._header(requests, fields), self.encoder, fields.num_top_logprobs)
+        return self._job(fields, requests, shapes, prompts)
+
+    async def answer(self, job: Job) -> dict[str, Any]:
+        """Runs a job to its end; the whole answer."""
+        parts: dict[str, list[RequestOutput]] = {r.request_id: [] for r in job.requests}
+        with contextlib.closing(await self.engine.submit(job.requests)) as generation:
+            async for output in generation:
+                raise_if_failed(output)
+                parts[output.request_id].append(output)
+        answers = [merge(p) for p in parts.values()]
+        num_output_tokens = sum(a.num_output_tokens for a in answers)
+        log_end(job, num_output_tokens)
+        content = job.shapes.envelope([job.shapes.choice(i, a) for i, a in enumerate(answers)], is_chunk=False)
+        return content | {"usage": usage(job.num_prompt_tokens, num_output_tokens)}
+
+    async def events(self, job: Job, generation: Generation) -> AsyncIterator[bytes]:
+        """The stream of a job that the engine has accepted."""
+        indices = {r.request_id: i for i, r in enumerate(job.requests)}
+        num_output_tokens = dict.fromkeys(indices, 0)
+        for index in indices.values():
+            if (opening := job.shapes.opening(index)) is not None:
+                yield self._chunk(job, opening)
+        try:
+            async for output in generation:
+                raise_if_failed(output)
+                num_output_tokens[output.request_id] = output.num_output_tokens
+                if output.text or output.logprobs or output.finish_reason:
+                    yield self._chunk(job, job.shapes.delta(indices[output.request_id], output))
+        except ServingError as error:
+            yield event(error_content(error))
+        else:
+            log_end(job, sum(num_output_tokens.values()))
+            if job.includes_usage:
+                counts = usage(job.num_prompt_tokens, sum(num_output_tokens.values()))
+                yield event(job.shapes.envelope([], is_chunk=True) | {"usage": counts})
+        yield DONE_EVENT
+
+    def _chunk(self, job: Job, choice: dict[str, Any]) -> bytes:
+        content = job.shapes.envelope([choice], is_chunk=True)
+        return event(content | {"usage": None} if job.includes_usage else content)
+
+    def _tokenize(self, prompts: list[str] | list[list[int]]) -> list[list[int]]:
+        result = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                if not prompt:
+                    raise InvalidRequestError("prompt is empty; expected at least one token", param="prompt")
+                prompt = self.encoder.encode(prompt, add_special_tokens=True, param="prompt")
+            else:
+                self.encoder.check_token_ids(prompt, "prompt")
+            result.append(prompt)
+        return result
+
+    def _requests(
+        self,
+        prefix: str,
+        fields: CompletionRequest | ChatRequest,
+        mix: Mix,
+        prompts: list[list[int]],
+        default_max_tokens: int | None,
+        param: str,
+    ) -> list[Request]:
+        num_choices = fields.n or 1
+        if len(prompts) * num_choices > self.max_choices:
+            raise InvalidRequestError(
+                f"{len(prompts)} prompts with n = {num_choices} make {len(prompts) * num_choices} choices; at most "
+                f"{self.max_choices} are allowed in one request",
+                param="n" if num_choices > 1 else param,
+            )
+        self.encoder.check_token_ids(fields.stop_token_ids or (), "stop_token_ids")
+        answer_id = f"{prefix}-{uuid.uuid4().hex}"
+        adapters = self.registry.adapters_of(mix)
+        arrival_s = time.monotonic()
+        requests = []
+        for prompt in prompts:
+            max_tokens = self.encoder.max_tokens(len(prompt), fields.requested_max_tokens, default_max_tokens, param)
+            for choice in range(num_choices):
+                sampling = sampling_params(fields, max_tokens, choice)
+                request_id = f"{answer_id}-{len(requests)}"
+                requests.append(Request(request_id, list(prompt), sampling, mix, arrival_s, adapters))
+        return requests
+
+    def _echoes(self, fields: CompletionRequest, prompts: list[list[int]]) -> dict[int, str]:
+        texts = [
+            given if isinstance(given, str) else self.encoder.decode(token_ids)
+            for given, token_ids in zip(fields.prompt, prompts, strict=True)
+        ]
+        return dict(enumerate(text for text in texts for _ in range(fields.n or 1)))
+
+    def _header(self, requests: list[Request], fields: GenerationFields) -> tuple[str, int, str]:
+        """Id, time and model of an answer."""
+        answer_id = requests[0].request_id.rpartition("-")[0]
+        return answer_id, int(time.time()), self.registry.base_name if fields.model is None else fields.model
+
+    def _job(
+        self, fields: GenerationFields, requests: list[Request], shapes: AnswerFormat, prompts: list[list[int]]
+    ) -> Job:
+        return Job(requests, shapes, sum(map(len, prompts)), bool(fields.stream), fields.includes_usage)
+
+
+def sampling_params(fields: CompletionRequest | ChatRequest, max_tokens: int, choice: int) -> SamplingParams:
+    """Sampling of one choice; with a seed, each further choice of the same prompt has the next one."""
+    seed = None if fields.seed is None else (fields.seed + choice + 2**63) % 2**64 - 2**63
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if fields.temperature is None else float(fields.temperature),
+        top_k=max(fields.top_k or 0, 0),
+        top_p=1.0 if fields.top_p is None else float(fields.top_p),
+        min_p=float(fields.min_p or 0),
+        seed=seed,
+        stop=fields.stop,
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        logprobs=fields.num_top_logprobs,
+    )
+
+
+def log_end(job: Job, num_output_tokens: int) -> None:
+    first = job.requests[0]
+    logger.info(
+        "%s: %d choices, %d prompt tokens, %d output tokens, %.3f s, mix %s",
+        first.request_id.rpartition("-")[0], len(job.requests), job.num_prompt_tokens, num_output_tokens,
+        time.monotonic() - first.arrival_s, first.mix.gated_set or dict(first.mix.entries) or "base",
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""A real uvicorn on a free port, with a fake engine behind it."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from transformers import PreTrainedTokenizerFast
+
+from serving.async_engine import AsyncEngine
+from serving.mixes import AdapterEntry, GatedSetEntry, ModelRegistry
+from serving.prompts import PromptEncoder
+from serving.server import Server, ServerConfig, create_app, listen
+from tests.http.fake_engine import FakeEngine
+from tests.support.tiny_checkpoints import write_tokenizer
+
+VOCAB = 300
+MAX_MODEL_LEN = 128
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    path: Path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path, VOCAB)
+    return PreTrainedTokenizerFast.from_pretrained(path)
+
+
+@pytest.fixture
+def registry() -> ModelRegistry:
+    """Base "tiny"; adapters a, b (1 slot each), c (2 slots), huge (9 slots) over 8 slots; gated sets "moe" and "wide"."""
+    adapters = [AdapterEntry(name, f"adapters/{name}", n) for name, n in (("a", 1), ("b", 1), ("c", 2), ("huge", 9))]
+    gated_sets = [GatedSetEntry("moe", ("a", "b"), "sets/moe"), GatedSetEntry("wide", ("a", "huge"), "sets/wide")]
+    return ModelRegistry("tiny", "models/tiny", adapters, gated_sets, num_slots=8, slot_rank=8)
+
+
+@pytest.fixture
+def engine(tokenizer: PreTrainedTokenizerFast) -> FakeEngine:
+    return FakeEngine(tokenizer)
+
+
+@contextlib.contextmanager
+def serving(
+    engine: FakeEngine,
+    registry: ModelRegistry,
+    tokenizer: PreTrainedTokenizerFast | None,
+    config: ServerConfig | None = None,
+    *,
+    max_requests: int = 1000,
+) -> Iterator[str]:
+    """Serves until the block ends; gives the URL."""
+    config = config or ServerConfig(port=0, drain_s=0.2, max_body_bytes=2**16)
+    async_engine = AsyncEngine(engine, max_requests=max_requests)
+    encoder = PromptEncoder(tokenizer, vocab=VOCAB, max_model_len=MAX_MODEL_LEN)
+    metrics = CollectorRegistry()
+    app = create_app(async_engine, registry, encoder, lambda: (generate_latest(metrics), "text/plain"), config)
+    ready = threading.Event()
+    server = Server(app, async_engine, config, ready.set)
+    bound = listen("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
+        bound.close()
+
+
+@pytest.fixture
+def url(engine: FakeEngine, registry: ModelRegistry, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
+    with serving(engine, registry, tokenizer) as address:
+        yield address
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=10) as http:
+        yield http
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 2.0) -> None:
+    """Fails if the condition does not come true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.01)
