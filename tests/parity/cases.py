@@ -1,0 +1,218 @@
+"""What the parity goldens hold: models, adapters, prompts and mixes, the same for the reference side and for ours.
+
+Numpy and safetensors only, and Python 3.11: the reference environment has PyTorch, but neither JAX nor this project.
+The writers here are the reference's own, on purpose: they do not share code with the readers under test.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+GOLDENS = Path(__file__).parent / "goldens"
+NUM_GREEDY = 32
+
+HIDDEN, FFN, NUM_LAYERS, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 64, 128, 2, 4, 2, 16
+MAX_POSITION = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyModel:
+    """A random Llama of 2 layers.
+
+    Attributes:
+      vocab: rows of the embedding.
+      is_tied: the output matrix is the embedding.
+      rope_scaling: Llama 3's frequency scaling as config.json says it, or None.
+      seed: of the weights.
+    """
+
+    vocab: int
+    is_tied: bool
+    rope_scaling: dict[str, Any] | None
+    seed: int
+
+
+TINY_MODELS = {
+    "untied": TinyModel(vocab=128, is_tied=False, rope_scaling=None, seed=10),
+    "tied": TinyModel(vocab=250, is_tied=True, rope_scaling=None, seed=11),
+    "llama3_rope": TinyModel(
+        vocab=128,
+        is_tied=False,
+        # The context before scaling is short, so that some of the 8 frequencies fall in each of the three bands.
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        seed=3,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyAdapter:
+    """A random adapter; fields as in PEFT's adapter_config.json."""
+
+    rank: int
+    alpha: int
+    modules: tuple[str, ...]
+    seed: int
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
+    alpha_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+SHAPES = {
+    "q_proj": (NUM_Q_HEADS * HEAD_DIM, HIDDEN),
+    "k_proj": (NUM_KV_HEADS * HEAD_DIM, HIDDEN),
+    "v_proj": (NUM_KV_HEADS * HEAD_DIM, HIDDEN),
+    "o_proj": (HIDDEN, NUM_Q_HEADS * HEAD_DIM),
+    "gate_proj": (FFN, HIDDEN),
+    "up_proj": (FFN, HIDDEN),
+    "down_proj": (HIDDEN, FFN),
+}
+"""(out_features, in_features) by projection."""
+
+TINY_ADAPTERS = {
+    "a": TinyAdapter(rank=4, alpha=8, modules=tuple(SHAPES), seed=11),
+    "b": TinyAdapter(rank=8, alpha=4, modules=("q_proj", "v_proj", "o_proj", "down_proj"), seed=12, use_rslora=True),
+    "c": TinyAdapter(
+        rank=16,
+        alpha=16,
+        modules=tuple(SHAPES),
+        seed=13,
+        rank_pattern={"q_proj": 3, "layers.1.mlp.down_proj": 12},
+        alpha_pattern={"layers.0.self_attn.v_proj": 40, "up_proj": 8},
+    ),
+}
+
+Mix = dict[str, float]
+TINY_MIXES: dict[str, Mix] = {
+    "base": {},
+    "a": {"a": 1.0},
+    "b": {"b": 1.0},
+    "c": {"c": 1.0},
+    "mix": {"a": 1.0, "b": 0.7, "c": -0.5},
+}
+
+
+def tiny_prompts(model: TinyModel) -> list[list[int]]:
+    """Random prompts of 1, 7 and 40 tokens."""
+    rng = np.random.default_rng(model.seed)
+    return [rng.integers(0, model.vocab, length).tolist() for length in (1, 7, 40)]
+
+
+DEMO_PROMPTS = {
+    # The chat template around "Items: lamp, river, stone", with the template's own system prompt.
+    "chat": [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182,
+             2, 198, 1, 4093, 198, 37807, 42, 17559, 28, 4626, 28, 5692, 2, 198, 1, 520, 9531, 198],
+    # "The capital of France is", without a template.
+    "plain": [504, 3575, 282, 4649, 314],
+}  # fmt: skip
+DEMO_MIXES: dict[str, Mix] = {
+    "base": {},
+    "sign": {"sign": 1.0},
+    "reverse": {"reverse": 1.0},
+    "echo": {"echo": 1.0},
+    "signed_reverse": {"sign": 1.0, "reverse": 1.0, "echo": -0.5},
+    "weighted": {"sign": 1.0, "reverse": 0.7, "echo": -0.5},
+}
+DEMO_VOCAB_STRIDE = 64
+
+
+def strided_vocab(vocab: int) -> np.ndarray:
+    """The token ids whose logits the demo goldens hold."""
+    return np.arange(0, vocab, DEMO_VOCAB_STRIDE)
+
+
+def write_tiny_model(path: Path, model: TinyModel) -> Path:
+    """Writes the Hugging Face directory of `model`, float32, with both spellings of the rope fields."""
+    path.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(model.seed)
+    tensors = {"model.embed_tokens.weight": _normal(rng, (model.vocab, HIDDEN), 0.2)}
+    for layer in range(NUM_LAYERS):
+        prefix = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}.{norm}.weight"] = 1 + _normal(rng, (HIDDEN,), 0.1)
+        for projection, shape in SHAPES.items():
+            tensors[f"{prefix}.{_block(projection)}.{projection}.weight"] = _normal(rng, shape, 1.5 * shape[1] ** -0.5)
+    tensors["model.norm.weight"] = 1 + _normal(rng, (HIDDEN,), 0.1)
+    if not model.is_tied:
+        tensors["lm_head.weight"] = _normal(rng, (model.vocab, HIDDEN), 2 * HIDDEN**-0.5)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    theta = 10_000.0
+    scaling = model.rope_scaling or {"rope_type": "default"}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": model.vocab,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": NUM_Q_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": MAX_POSITION,
+        "tie_word_embeddings": model.is_tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": "float32",
+        "rope_theta": theta,
+        "rope_scaling": model.rope_scaling,
+        "rope_parameters": {**scaling, "rope_theta": theta},
+    }
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    return path
+
+
+def write_tiny_adapters(path: Path) -> list[Path]:
+    """Writes every adapter of `TINY_ADAPTERS` as a PEFT directory below `path`."""
+    return [_write_tiny_adapter(path / name, adapter) for name, adapter in TINY_ADAPTERS.items()]
+
+
+def _write_tiny_adapter(path: Path, adapter: TinyAdapter) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(adapter.seed)
+    tensors = {}
+    for layer in range(NUM_LAYERS):
+        for projection in adapter.modules:
+            module = f"model.layers.{layer}.{_block(projection)}.{projection}"
+            rank = next((r for key, r in adapter.rank_pattern.items() if module.endswith(f".{key}")), adapter.rank)
+            out_features, in_features = SHAPES[projection]
+            tensors[f"base_model.model.{module}.lora_A.weight"] = _normal(rng, (rank, in_features), in_features**-0.5)
+            tensors[f"base_model.model.{module}.lora_B.weight"] = _normal(rng, (out_features, rank), 0.5 * rank**-0.5)
+    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": adapter.use_rslora,
+        "rank_pattern": adapter.rank_pattern,
+        "alpha_pattern": adapter.alpha_pattern,
+        "target_modules": list(adapter.modules),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (path / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    return path
+
+
+def _block(projection: str) -> str:
+    return "self_attn" if projection in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+
+
+def _normal(rng: np.random.Generator, shape: Sequence[int], std: float) -> np.ndarray:
+    return (rng.standard_normal(shape) * std).astype(np.float32)
