@@ -1,7 +1,9 @@
 """The op's two checks: shapes and dtypes at trace time, always; values in tests and debug runs."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels.maf_mvm.slots import ProjectionSlots
@@ -57,27 +59,31 @@ def dynamic_validate(slots: ProjectionSlots, segments: Segments, layer: int) -> 
       ValueError: If slot ids are not ascending and in range, a weight lies outside the segments of its tile or is not
         finite, or a slot in use holds values that are not finite.
     """
-    weights = np.asarray(segments.weights)
-    for tile, num_segments in enumerate(np.asarray(segments.num_segments)):
-        ids = np.asarray(segments.slot_ids)[tile, :num_segments]
-        if (np.diff(ids) <= 0).any() or (ids < 0).any() or (ids >= slots.num_slots).any():
+    segments = jax.device_get(segments)
+    for tile, num_segments in enumerate(segments.num_segments.tolist()):
+        ids = segments.slot_ids[tile, :num_segments].tolist()
+        if ids != sorted(set(ids)) or not set(ids) <= set(range(slots.num_slots)):
             raise ValueError(
-                f"segments.slot_ids of tile {tile} is {ids.tolist()}; the first num_segments ids must ascend and lie "
-                f"in [0, {slots.num_slots})"
+                f"segments.slot_ids of tile {tile} is {ids}; the first num_segments ids must ascend and lie in "
+                f"[0, {slots.num_slots})"
             )
-        rows = weights[tile * segments.tile_size : (tile + 1) * segments.tile_size]
-        outside = np.setdiff1d(np.flatnonzero((rows != 0).any((0, 1))), ids)
-        if outside.size:
+        rows = segments.weights[tile * segments.tile_size : (tile + 1) * segments.tile_size]
+        outside = sorted(_used_slots(rows) - set(ids))
+        if outside:
             raise ValueError(
-                f"slots {outside.tolist()} have weights in tile {tile}, but its segments are {ids.tolist()}; "
+                f"slots {outside} have weights in tile {tile}, but its segments are {ids}; "
                 "give build_segments all pairs in is_used"
             )
-    if not np.isfinite(weights).all():
+    if not jnp.isfinite(segments.weights).all():
         raise ValueError("segments.weights holds NaN or infinity; every weight must be finite")
-    for slot in np.flatnonzero((weights != 0).any((0, 1))):
+    for slot in sorted(_used_slots(segments.weights)):
         for name, array in [("a", slots.a), ("b", slots.b), ("scale", slots.scale)]:
-            if not np.isfinite(np.asarray(array[layer, slot], np.float32)).all():
+            if not jnp.isfinite(array[layer, slot]).all():
                 raise ValueError(f"slots.{name} of slot {slot}, layer {layer}, is in use and holds NaN or infinity")
+
+
+def _used_slots(weights: Any) -> set[int]:
+    return {slot for slot, is_used in enumerate((weights != 0).any((0, 1)).tolist()) if is_used}
 
 
 def _check_dtypes(x: Array, slots: ProjectionSlots, segments: Segments, base: Array) -> None:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.maf_mvm.reference import add_to_base
 from pallas_kernels.maf_mvm.slots import ProjectionSlots

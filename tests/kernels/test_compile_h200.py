@@ -1,0 +1,118 @@
+"""The Triton kernels of maf_mvm compile to H200 machine code, on a machine without a GPU."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.maf_mvm import ProjectionSlots, maf_mvm, token_tile_size
+from pallas_kernels.maf_mvm.shapes import GROUPS, Group, named_shapes
+from pallas_kernels.segments import build_segments
+from tests.support.aot_h200 import H200, h200_target
+
+
+@pytest.fixture(scope="module")
+def h200() -> Iterator[H200]:
+    with h200_target() as target:
+        yield target
+
+
+def compile_group(
+    h200: H200,
+    model: str,
+    group: Group,
+    *,
+    num_tokens: int,
+    num_slots: int = 64,
+    slot_rank: int = 8,
+    num_layers: int = 2,
+    dtype: Any = jnp.bfloat16,
+) -> jax.stages.Compiled:
+    """Compiles one call of maf_mvm, the segments built inside, with the layer as an argument."""
+    in_features, widths = named_shapes()[model].group(group)
+    rows, out_features = len(widths) * slot_rank, sum(widths)
+    struct = jax.ShapeDtypeStruct
+    slots = ProjectionSlots(
+        a=struct((num_layers, num_slots, rows, in_features), dtype),  # pyright: ignore[reportArgumentType]
+        b=struct((num_layers, num_slots, slot_rank, out_features), dtype),  # pyright: ignore[reportArgumentType]
+        scale=struct((num_layers, num_slots, len(widths)), jnp.float32),  # pyright: ignore[reportArgumentType]
+        widths=widths,
+    )
+
+    def call(x: jax.Array, slots: ProjectionSlots, weights: jax.Array, base: jax.Array, layer: jax.Array) -> jax.Array:
+        segments = build_segments(weights, tile_size=token_tile_size(num_tokens))
+        return maf_mvm(x, slots, segments, base, layer=layer, implementation="pallas_triton")
+
+    return h200.compile(
+        call,
+        struct((num_tokens, in_features), dtype),
+        slots,
+        struct((num_tokens, 1, num_slots), jnp.float32),
+        struct((num_tokens, out_features), dtype),
+        struct((), jnp.int32),
+    )
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_decode_of_the_8b_shape_compiles(h200: H200, group: Group) -> None:
+    compiled = compile_group(h200, "llama-3-8b", group, num_tokens=32)
+    text = compiled.as_text()
+    assert text is not None
+    assert text.count("maf_mvm_shrink") >= 1
+    assert text.count("maf_mvm_expand") >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", list(named_shapes()))
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    ("dtype", "num_tokens"),
+    [(jnp.bfloat16, 1), (jnp.bfloat16, 32), (jnp.bfloat16, 512), (jnp.float32, 64)],
+    ids=["bfloat16-1", "bfloat16-32", "bfloat16-512", "float32-64"],
+)
+def test_every_named_shape_compiles(h200: H200, model: str, group: Group, dtype: Any, num_tokens: int) -> None:
+    compile_group(h200, model, group, num_tokens=num_tokens, dtype=dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slot_rank", [4, 16, 32, 64])
+@pytest.mark.parametrize("num_tokens", [32, 512])
+def test_every_slot_rank_compiles(h200: H200, slot_rank: int, num_tokens: int) -> None:
+    compile_group(h200, "llama-3-8b", "qkv", num_tokens=num_tokens, slot_rank=slot_rank)
+
+
+def test_the_slot_array_is_read_in_place(h200: H200) -> None:
+    compiled = compile_group(h200, "llama-3-8b", "gate_up", num_tokens=32, num_layers=8)
+    stats = compiled.memory_analysis()
+    assert stats is not None
+    one_layer_of_a = 64 * 16 * 4096 * 2
+    assert stats.temp_size_in_bytes < one_layer_of_a / 2
+
+
+def test_all_layers_share_one_kernel(h200: H200) -> None:
+    num_slots, rank, width, num_layers = 64, 8, 2048, 16
+    struct = jax.ShapeDtypeStruct
+    slots = ProjectionSlots(
+        a=struct((num_layers, num_slots, rank, width), jnp.bfloat16),  # pyright: ignore[reportArgumentType]
+        b=struct((num_layers, num_slots, rank, width), jnp.bfloat16),  # pyright: ignore[reportArgumentType]
+        scale=struct((num_layers, num_slots, 1), jnp.float32),  # pyright: ignore[reportArgumentType]
+        widths=(width,),
+    )
+
+    def chain(x: jax.Array, slots: ProjectionSlots, weights: jax.Array) -> jax.Array:
+        segments = build_segments(weights, tile_size=32)
+        for layer in range(num_layers):
+            x = maf_mvm(x, slots, segments, x, layer=layer, implementation="pallas_triton")
+        return x
+
+    lowered = h200.lower(
+        chain, struct((32, width), jnp.bfloat16), slots, struct((32, 1, num_slots), jnp.float32)
+    ).as_text()
+    assert lowered.count("maf_mvm_shrink") < num_layers
+
+
+def test_a_slot_array_over_4_gib_is_indexed_with_64_bits(h200: H200) -> None:
+    # Row numbers fit 32 bits, offsets into the array do not; the lowering widens them by the size of the array.
+    compile_group(h200, "llama-3-8b", "gate_up", num_tokens=32, num_layers=32, slot_rank=64)
