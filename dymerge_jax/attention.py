@@ -23,8 +23,8 @@ class AttentionContext:
       tiles: query tokens by sequence.
     """
 
-    cos: Float[Array, "num_tokens 1 head_dim//2"]
-    sin: Float[Array, "num_tokens 1 head_dim//2"]
+    cos: Float[Array, "num_tokens 1 half_dim"]
+    sin: Float[Array, "num_tokens 1 half_dim"]
     block_ids: Int[Array, " num_tokens"]
     offsets: Int[Array, " num_tokens"]
     block_tables: Int[Array, "num_seqs blocks_per_seq"]

@@ -31,13 +31,13 @@ def rms_norm(
     return normed.astype(x.dtype) * weight[None, :]
 
 
-def swiglu(gate_up: Float[Array, "num_tokens 2*ffn"]) -> Float[Array, "num_tokens ffn"]:
+def swiglu(gate_up: Float[Array, "num_tokens gate_up_width"]) -> Float[Array, "num_tokens ffn"]:
     """silu(gate) * up of the two halves, in float32."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
 
 
-def rope_frequencies(head_dim: int, rope: RopeConfig) -> Float[np.ndarray, " head_dim//2"]:
+def rope_frequencies(head_dim: int, rope: RopeConfig) -> Float[np.ndarray, " half_dim"]:
     """Angular frequency of each pair of dimensions, in radians a token.
 
     With scaling, Llama 3's rule: wavelengths longer than original_max_position / low_freq_factor are stretched by
@@ -54,7 +54,7 @@ def rope_frequencies(head_dim: int, rope: RopeConfig) -> Float[np.ndarray, " hea
 
 def rope_angles(
     positions: Int[Array, " num_tokens"], head_dim: int, rope: RopeConfig
-) -> tuple[Float[Array, "num_tokens 1 head_dim//2"], Float[Array, "num_tokens 1 head_dim//2"]]:
+) -> tuple[Float[Array, "num_tokens 1 half_dim"], Float[Array, "num_tokens 1 half_dim"]]:
     """Cosine and sine of each token's rotation, float32; computed once a step for all layers."""
     angles = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(rope_frequencies(head_dim, rope))[None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
@@ -62,8 +62,8 @@ def rope_angles(
 
 def apply_rope(
     x: Float[Array, "num_tokens num_heads head_dim"],
-    cos: Float[Array, "num_tokens 1 head_dim//2"],
-    sin: Float[Array, "num_tokens 1 head_dim//2"],
+    cos: Float[Array, "num_tokens 1 half_dim"],
+    sin: Float[Array, "num_tokens 1 half_dim"],
 ) -> Float[Array, "num_tokens num_heads head_dim"]:
     """Rotates dimension pairs (i, i + head_dim // 2), as Hugging Face checkpoints lay them out."""
     x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
