@@ -65,7 +65,7 @@ def load_gguf_llama(path: Path, *, name: str, dtype: ModelDtype | None, progress
     chosen = model_dtype("float32", dtype)
     sources = param_sources(config, GGUF_NAMES)
     params = load_params(sources, read, dtype=chosen, progress=progress, title=f"loading {name}")
-    return LoadedModel(config, params, tokenizer, name, chosen)
+    return LoadedModel(config, params, tokenizer, name)
 
 
 def _open(path: Path) -> "tuple[GGUFReader, dict[str, Any]]":

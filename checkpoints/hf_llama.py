@@ -62,7 +62,7 @@ def load_hf_llama(folder: Path, *, dtype: ModelDtype | None, progress: bool) -> 
             lambda tensor: owner[tensor].read(tensor),
             dtype=chosen, progress=progress, title=f"loading {name}",
         )  # fmt: skip
-    return LoadedModel(config.llama, params, tokenizer, name, chosen)
+    return LoadedModel(config.llama, params, tokenizer, name)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -21,14 +21,17 @@ class LoadedModel:
       params: nested dict of arrays on the device, see `names.param_sources`.
       tokenizer: with its chat template, if it has one; None if the directory holds no tokenizer.
       name: what users call the model: the folder's name, or "demo".
-      dtype: of the parameters.
     """
 
     config: LlamaConfig
     params: Params
     tokenizer: "PreTrainedTokenizerFast | None"
     name: str
-    dtype: ModelDtype
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the parameters, by name."""
+        return str(self.params["embed"].dtype)
 
 
 def model_dtype(own: str, requested: ModelDtype | None) -> ModelDtype:

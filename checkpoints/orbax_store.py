@@ -99,7 +99,7 @@ def restore_model(path: Path, *, dtype: ModelDtype | None = None) -> LoadedModel
         raise
     except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
         raise CheckpointError(f"{folder} cannot be restored; convert the model again ({error})") from error
-    return LoadedModel(config, _with_layer_keys(params, int), tokenizer, str(marker.get("name")), chosen)
+    return LoadedModel(config, _with_layer_keys(params, int), tokenizer, str(marker.get("name")))
 
 
 def abstract_params(config: LlamaConfig, dtype: DTypeLike) -> Params:
