@@ -1,0 +1,209 @@
+"""Schedulers and requests for the tests of `serving`, and an engine whose device is a few dictionaries."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping
+
+from serving.block_pool import BlockPool
+from serving.plan import Chunk, StepPlan
+from serving.policies import Lag, Policy
+from serving.request import FinishReason, Mix, Request, SamplingParams
+from serving.scheduler import Scheduler
+from serving.slot_cache import SlotCache
+
+
+def make_request(
+    request_id: str, *adapters: str, num_prompt: int = 4, max_tokens: int = 4, arrival_s: float = 0.0
+) -> Request:
+    """A request with weight 1 on each adapter, whose tokens are those of `expected_token`."""
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=[expected_token(request_id, position) for position in range(num_prompt)],
+        sampling=SamplingParams(max_tokens=max_tokens),
+        mix=Mix(tuple((adapter_id, 1.0) for adapter_id in adapters)),
+        adapters=adapters,
+        arrival_s=arrival_s,
+    )
+
+
+def make_scheduler(
+    *,
+    policy: Policy | None = None,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    num_slots: int = 4,
+    slots_by_adapter: Mapping[str, int] | None = None,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 32,
+    max_model_len: int = 64,
+) -> Scheduler:
+    """A small scheduler; adapters need one slot unless `slots_by_adapter` says otherwise."""
+    return Scheduler(
+        policy=policy or Lag(theta_s=0.5),
+        block_pool=BlockPool(num_blocks, block_size),
+        slot_cache=SlotCache(num_slots),
+        num_slots_by_adapter=lambda adapter_id: (slots_by_adapter or {}).get(adapter_id, 1),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+
+
+def expected_token(request_id: str, position: int) -> int:
+    """The token that the fake model has at a position of a request."""
+    return sum(request_id.encode()) * 31 + position
+
+
+def admitted(plan: StepPlan, running_before: set[str]) -> list[str]:
+    """Ids of the requests that a plan admits, in order."""
+    return [chunk.request.request_id for chunk in plan.chunks if chunk.request.request_id not in running_before]
+
+
+def admit(scheduler: Scheduler, now_s: float = 0.0) -> list[str]:
+    """Plans and dispatches one step; ids of the requests it admits, in order."""
+    running_before = {request.request_id for request in scheduler.running}
+    plan = scheduler.plan(now_s)
+    scheduler.on_dispatched(plan)
+    return admitted(plan, running_before)
+
+
+@dataclasses.dataclass
+class FakeEngine:
+    """The engine's loop, one step ahead of what it reads, over a device that checks what it is given.
+
+    The device keeps what each KV position and each slot holds, and works at dispatch: as on the real one, steps run
+    in the order of dispatch.
+
+    Attributes:
+      stop_after: output tokens after which a request "finds its stop token"; requests not listed go on to the limit.
+      positions: positions computed for each request and epoch, in order.
+      trace: what each step ran, for comparing two runs.
+    """
+
+    scheduler: Scheduler
+    stop_after: dict[str, int] = dataclasses.field(default_factory=dict)
+    positions: dict[tuple[str, int], list[int]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    trace: list[object] = dataclasses.field(default_factory=list)
+    finished: list[Request] = dataclasses.field(default_factory=list)
+    num_dropped_tokens: int = 0
+    num_kept_after_preemption: int = 0
+    _previous: StepPlan = dataclasses.field(default_factory=StepPlan)
+    _kv: dict[tuple[int, int], tuple[str, int, int]] = dataclasses.field(default_factory=dict)
+    _slots: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
+    _last_token: dict[int, tuple[str, int, int]] = dataclasses.field(default_factory=dict)
+
+    def step(self, now_s: float) -> StepPlan:
+        """One turn of the loop: plan, dispatch, then read the tokens of the step before."""
+        plan = self.scheduler.plan(now_s)
+        self._check_plan(plan)
+        for load in plan.loads:
+            self._slots.update({slot_id: (load.adapter_id, part) for part, slot_id in enumerate(load.slot_ids)})
+        for chunk in plan.chunks:
+            self._run(chunk)
+        self.scheduler.on_dispatched(plan)
+        self.scheduler.check_integrity()
+        self._commit(self._previous)
+        self.scheduler.check_integrity()
+        self._previous = plan
+        self.trace.append(
+            (
+                [(c.request.request_id, c.row, c.epoch, c.start, c.num_tokens, c.samples) for c in plan.chunks],
+                plan.loads,
+                [request.request_id for request in plan.preempted],
+            )
+        )
+        return plan
+
+    def run(self, now_s: float = 0.0, *, step_s: float = 0.01, max_steps: int = 2000) -> float:
+        """Steps until every request is finished; the time after."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return now_s
+            is_waiting_for_tokens = any(chunk.samples for chunk in self._previous.chunks)
+            plan = self.step(now_s)
+            assert plan.chunks or is_waiting_for_tokens, f"nothing runs, waiting: {self.scheduler.waiting}"
+            now_s += step_s
+        raise AssertionError(f"work is left after {max_steps} steps: {self.scheduler.waiting} {self.scheduler.running}")
+
+    def abort(self, request_id: str) -> None:
+        """The client has gone."""
+        request = self.scheduler.abort(request_id)
+        if request is not None:
+            self.finished.append(request)
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
+        assert plan.num_seqs <= self.scheduler.max_num_seqs
+        assert len({chunk.request.request_id for chunk in plan.chunks}) == plan.num_seqs
+        assert len({chunk.row for chunk in plan.chunks}) == plan.num_seqs
+        block_ids = [block_id for chunk in plan.chunks for block_id in chunk.request.block_table]
+        assert len(set(block_ids)) == len(block_ids), "a block belongs to two requests"
+
+    def _run(self, chunk: Chunk) -> None:
+        """Writes the chunk's tokens, then reads everything that attention and the adapters of the chunk read."""
+        request = chunk.request
+        request_id, block_size = request.request_id, self.scheduler.block_pool.block_size
+        self.positions[request_id, chunk.epoch] += range(chunk.start, chunk.stop)
+        for position in range(chunk.start, chunk.stop):
+            if position < request.num_known_tokens:
+                token_id = request.token_id(position)
+            else:
+                owner, at, token_id = self._last_token[chunk.row]
+                assert (owner, at) == (request_id, position), "the token on the device is another one"
+            assert token_id == expected_token(request_id, position)
+            key = (request.block_table[position // block_size], position % block_size)
+            self._kv[key] = (request_id, position, token_id)
+        for position in range(chunk.stop):
+            key = (request.block_table[position // block_size], position % block_size)
+            assert self._kv[key] == (request_id, position, expected_token(request_id, position))
+        for adapter_id in request.adapters:
+            slot_ids = self.scheduler.slot_cache.lookup(adapter_id)
+            assert slot_ids is not None, f"adapter {adapter_id} is not resident"
+            assert [self._slots[slot_id] for slot_id in slot_ids] == [(adapter_id, i) for i in range(len(slot_ids))]
+        if chunk.samples:
+            self._last_token[chunk.row] = (request_id, chunk.stop, expected_token(request_id, chunk.stop))
+
+    def _commit(self, plan: StepPlan) -> None:
+        for chunk in plan.chunks:
+            request = chunk.request
+            if not chunk.samples:
+                continue
+            if request.is_finished:
+                self.num_dropped_tokens += 1
+                continue
+            assert chunk.epoch == request.epoch
+            assert chunk.stop == request.num_known_tokens, "tokens are read out of order"
+            self.num_kept_after_preemption += request.row is None
+            request.commit_token(expected_token(request.request_id, chunk.stop))
+            if request.num_output_tokens == self.stop_after.get(request.request_id):
+                self._finish(request, FinishReason.STOP)
+            elif self.scheduler.has_reached_limit(request):
+                self._finish(request, FinishReason.LENGTH)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        self.scheduler.finish(request, reason)
+        self.finished.append(request)
+
+
+def check_finished(engine: FakeEngine, requests: list[Request]) -> None:
+    """Checks that each request got exactly its own tokens, each computed once an epoch, in order; nothing is left."""
+    assert sorted(request.request_id for request in engine.finished) == sorted(r.request_id for r in requests)
+    limit = engine.scheduler.max_model_len
+    for request in requests:
+        num_prompt = request.num_prompt_tokens
+        assert request.output_token_ids == [
+            expected_token(request.request_id, num_prompt + i) for i in range(request.num_output_tokens)
+        ]
+        longest = min(request.sampling.max_tokens, limit - num_prompt)
+        wanted = min(engine.stop_after.get(request.request_id, longest), longest)
+        assert request.num_output_tokens <= wanted
+        if request.finish_reason is not FinishReason.ABORT:
+            assert request.num_output_tokens == wanted
+        for epoch in range(1, request.epoch + 1):
+            positions = engine.positions[request.request_id, epoch]
+            assert positions == list(range(len(positions))), f"{request} epoch {epoch}: {positions}"
+            assert len(positions) <= num_prompt + longest - 1, "positions past the limit were computed"
+    scheduler = engine.scheduler
+    scheduler.check_integrity()
+    assert scheduler.block_pool.num_free == scheduler.block_pool.num_blocks
+    assert not scheduler.slot_cache.num_pins
