@@ -31,7 +31,7 @@ def paged_attention(
 ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
     """Causal grouped-query attention of each query token over its sequence's cached tokens, itself included.
 
-    Semantics: y[t, n] = sum over c <= position(t) of softmax_c(q[t, n] . K[c, n // g] * head_dim ** -0.5) * V[c, n // g],
+    Semantics: y[t, n] = sum over c <= position(t) of softmax_c(q[t, n] @ K[c, n // g] / sqrt(head_dim)) * V[c, n // g],
     with g = num_q_heads / num_kv_heads, K[c, k] = kv[block(c), 0, k, c % block_size], V likewise at index 1, and
     block(c) = block_tables[sequence(t), c // block_size].
 

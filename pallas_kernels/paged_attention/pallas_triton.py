@@ -75,7 +75,7 @@ def _check_supported(q: Array, kv: Array) -> None:
     block_size = kv.shape[3]
     if block_size & (block_size - 1):
         raise NotImplementedError(
-            f"pallas_triton needs a block_size that is a power of two, got {block_size}; use 'portable' or a power of two"
+            f"pallas_triton needs a block_size that is a power of two, got {block_size}; use 'portable'"
         )
 
 
@@ -161,8 +161,8 @@ def _attend_kernel(
         row_tokens = lax.div(rows, jnp.int32(q_per_kv))
         row_heads = kv_head * q_per_kv + lax.rem(rows, jnp.int32(q_per_kv))
         lanes = _head_lanes(head_dim)
-        # A mask along the contiguous axis would keep the cache's loads from being vectorized: lanes past the end of
-        # an odd head_dim read its last column again, which meets zeros in q and is never stored.
+        # A mask along the contiguous axis would keep the cache's loads from being vectorized: lanes past the
+        # end of head_dim read its last column again, which meets zeros in q and is never stored.
         columns = jnp.minimum(lanes, head_dim - 1) if lanes.shape[0] > head_dim else lanes
         is_row = row_tokens < length
         row_index = (start + row_tokens)[:, None], row_heads[:, None], lanes[None, :]
@@ -252,13 +252,14 @@ def _merge_kernel(
         lanes = _head_lanes(head_dim)
         index = token, heads[:, None], lanes[None, :]
         mask = _mask_rows(is_head, lanes, head_dim)
-        lses = [plt.load(lse_ref.at[s, token, heads], mask=is_head, other=0.0) for s in range(num_splits)]
+        # Unrolled over the splits, so that all loads are in flight together.
+        lses = [plt.load(lse_ref.at[split, token, heads], mask=is_head, other=0.0) for split in range(num_splits)]
         peak = functools.reduce(jnp.maximum, lses)
         weights = [jnp.exp2(lse - peak) for lse in lses]
-        out = sum(
-            w[:, None] * plt.load(partial_ref.at[(s, *index)], mask=mask, other=0.0) for s, w in enumerate(weights)
-        )
-        out = out / sum(weights)[:, None]
+        out = jnp.zeros(mask.shape, jnp.float32)
+        for split, weight in enumerate(weights):
+            out += weight[:, None] * plt.load(partial_ref.at[(split, *index)], mask=mask, other=0.0)
+        out /= functools.reduce(jnp.add, weights)[:, None]
         plt.store(out_ref.at[index], out.astype(out_ref.dtype), mask=mask)
 
 
@@ -267,6 +268,6 @@ def _head_lanes(head_dim: int) -> Array:
 
 
 def _mask_rows(is_row: Array, lanes: Array, head_dim: int) -> Array:
-    """[num_rows, num_lanes] mask; constant along the lanes, so that accesses stay vectorized, unless head_dim is odd."""
+    """[num_rows, num_lanes] mask, constant along the lanes (accesses stay vectorized) if head_dim is a power of two."""
     mask = jnp.broadcast_to(is_row[:, None], (is_row.shape[0], lanes.shape[0]))
     return mask if lanes.shape[0] == head_dim else mask & (lanes < head_dim)[None, :]

@@ -85,18 +85,20 @@ class AttentionInputs:
     tiles: QueryTiles
 
 
-def random_inputs(shape: AttentionShape, dtype: DTypeLike, seed: int, *, spare_blocks: int = 3) -> AttentionInputs:
+def random_inputs(
+    shape: AttentionShape, dtype: DTypeLike, rng: np.random.Generator, *, spare_blocks: int = 3
+) -> AttentionInputs:
     """Normal q and cache over a shuffled block table; every cache cell that no token owns is NaN.
 
     Args:
       shape: sequences and heads.
       dtype: of q and of the cache.
-      seed: of the numbers and of the block order.
+      rng: source of the numbers and of the block order.
       spare_blocks: free blocks besides the ones in use, and free columns of the block table.
     """
     blocks_needed = [-(-end // shape.block_size) for end in shape.context_ends]
     num_blocks = sum(blocks_needed) + spare_blocks
-    order = np.random.default_rng(seed).permutation(num_blocks)
+    order = rng.permutation(num_blocks)
     # Columns past a sequence's last block hold a free block, whose cells are all NaN.
     block_tables = np.full((shape.num_seqs, max(blocks_needed) + spare_blocks), order[-1], np.int32)
     is_owned = np.zeros((num_blocks, shape.block_size), np.bool_)
@@ -106,18 +108,23 @@ def random_inputs(shape: AttentionShape, dtype: DTypeLike, seed: int, *, spare_b
         block_tables[row, :count] = blocks
         is_owned[blocks] = np.arange(count * shape.block_size).reshape(count, shape.block_size) < end
         taken += count
-    starts, lens, contexts = (jnp.asarray(x, jnp.int32) for x in (shape.seq_starts, shape.seq_lens, shape.context_lens))
-    tile_size = shape.tile_size or query_tile_size(shape.num_tokens, shape.num_seqs)
-    q_key, kv_key = jax.random.split(jax.random.key(seed))
-    kv_shape = (num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    q = rng.standard_normal((shape.num_tokens, shape.num_q_heads, shape.head_dim), np.float32)
+    kv = rng.standard_normal((num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim), np.float32)
+    kv[np.broadcast_to(~is_owned[:, None, None, :], kv.shape[:-1])] = np.nan
     return AttentionInputs(
-        q=jax.random.normal(q_key, (shape.num_tokens, shape.num_q_heads, shape.head_dim), dtype),
-        kv=jnp.where(
-            jnp.asarray(is_owned)[:, None, None, :, None], jax.random.normal(kv_key, kv_shape, dtype), jnp.nan
-        ),
+        q=jnp.asarray(q.astype(dtype)),
+        kv=jnp.asarray(kv.astype(dtype)),
         block_tables=jnp.asarray(block_tables),
-        tiles=build_query_tiles(starts, lens, contexts, num_tokens=shape.num_tokens, tile_size=tile_size),
+        tiles=query_tiles(shape),
     )
+
+
+def query_tiles(shape: AttentionShape) -> QueryTiles:
+    """The tiles of a step of this shape."""
+    seqs = (jnp.asarray(x, jnp.int32) for x in (shape.seq_starts, shape.seq_lens, shape.context_lens))
+    tile_size = shape.tile_size or query_tile_size(shape.num_tokens, shape.num_seqs)
+    build = jax.jit(build_query_tiles, static_argnames=("num_tokens", "tile_size"))
+    return build(*seqs, num_tokens=shape.num_tokens, tile_size=tile_size)
 
 
 def _llama_8b(seq_lens: tuple[int, ...], context_lens: tuple[int, ...]) -> AttentionShape:

@@ -1,0 +1,169 @@
+"""Times every implementation of paged_attention on the named shapes, next to the reference and a bound by bytes.
+
+    python -m pallas_kernels.paged_attention.bench --shapes 8b_decode_32x2048 8b_mixed_512 --out attention.json
+
+The bound is the time to read the live keys and values once at the speed at which this device copies a large array,
+measured in the same run. Each result is compared with the float32 reference before it is timed.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from pallas_kernels.paged_attention.api import Implementation, paged_attention
+from pallas_kernels.paged_attention.shapes import SHAPES, AttentionInputs, random_inputs
+
+# Calls in a row inside one program, each on the output of the one before: hides the dispatch from the host.
+_CALLS_PER_REPEAT = 8
+
+_COPY_BYTES = {"gpu": 4 << 30, "cpu": 256 << 20}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One implementation on one shape; times in seconds per call.
+
+    Attributes:
+      shape: name in `SHAPES`.
+      implementation: name of the implementation.
+      median_s: median over the repeats.
+      p90_s: 90th percentile over the repeats.
+      bound_s: time to read the live cache once at the copy speed of the device.
+      tflops: floating-point operations of the visible keys over the median, in 10^12 per second.
+      error: norm of the difference to the float32 reference over the reference's norm.
+    """
+
+    shape: str
+    implementation: str
+    median_s: float
+    p90_s: float
+    bound_s: float
+    tflops: float
+    error: float
+
+
+def main() -> None:
+    args = _parse_args()
+    device = jax.devices()[0]
+    bytes_per_s = copy_bytes_per_s()
+    print(
+        f"device {device.device_kind}, jax {jax.__version__}, dtype {args.dtype}, copy {bytes_per_s / 1e9:.0f} GB/s, "
+        f"warm-up 1, repeats {args.repeats} of {_CALLS_PER_REPEAT} calls"
+    )
+    print(
+        f"{'shape':<24}{'implementation':<16}{'median us':>10}{'p90 us':>10}{'bound us':>10}{'TFLOP/s':>9}{'error':>10}"
+    )
+    measurements = []
+    for name in args.shapes:
+        for measurement in measure_shape(name, args.dtype, args.implementations, args.repeats, bytes_per_s):
+            measurements.append(measurement)
+            print(_as_row(measurement), flush=True)
+    if args.out:
+        report = {
+            "device": device.device_kind,
+            "jax": jax.__version__,
+            "dtype": args.dtype,
+            "repeats": args.repeats,
+            "calls_per_repeat": _CALLS_PER_REPEAT,
+            "copy_bytes_per_s": bytes_per_s,
+            "measurements": [dataclasses.asdict(measurement) for measurement in measurements],
+        }
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _parse_args() -> argparse.Namespace:
+    on_gpu = jax.default_backend() == "gpu"
+    family = "8b_" if on_gpu else "135m_"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[name for name in SHAPES if family in name])
+    parser.add_argument(
+        "--implementations",
+        nargs="+",
+        choices=["reference", "portable", "pallas_triton"],
+        default=["reference", "portable", "pallas_triton"] if on_gpu else ["reference", "portable"],
+    )
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16" if on_gpu else "float32")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--out", type=pathlib.Path, help="also write the results to this JSON file")
+    return parser.parse_args()
+
+
+def measure_shape(
+    name: str, dtype: str, implementations: Sequence[Implementation], repeats: int, bytes_per_s: float
+) -> list[Measurement]:
+    """Checks and times the implementations on one named shape."""
+    shape = SHAPES[name]
+    inputs = random_inputs(shape, dtype, np.random.default_rng(0))
+    expected = np.asarray(jax.jit(_float32_reference)(inputs))
+    measurements = []
+    for implementation in implementations:
+        call = _caller(inputs, implementation)
+        out = np.asarray(call(inputs.q), np.float32)
+        times = time_calls(call, inputs.q, repeats)
+        median = float(np.median(times))
+        measurements.append(
+            Measurement(
+                shape=name,
+                implementation=implementation,
+                median_s=median,
+                p90_s=float(np.quantile(times, 0.9)),
+                bound_s=shape.cache_bytes(dtype) / bytes_per_s,
+                tflops=shape.flops() / median / 1e12,
+                error=float(np.linalg.norm(out - expected) / np.linalg.norm(expected)),
+            )
+        )
+    return measurements
+
+
+def _float32_reference(inputs: AttentionInputs) -> Array:
+    q, kv = inputs.q.astype(jnp.float32), inputs.kv.astype(jnp.float32)
+    return paged_attention(q, kv, inputs.block_tables, inputs.tiles, implementation="reference")
+
+
+def _caller(inputs: AttentionInputs, implementation: Implementation) -> Callable[[Array], Array]:
+    def call(q: Array) -> Array:
+        return paged_attention(q, inputs.kv, inputs.block_tables, inputs.tiles, implementation=implementation)
+
+    return call
+
+
+def time_calls(call: Callable[[Array], Array], x: Array, repeats: int) -> list[float]:
+    """Seconds per call of `call` (its output must look like its input), one value a repeat, after one warm-up."""
+
+    def chain(x: Array) -> Array:
+        for _ in range(_CALLS_PER_REPEAT):
+            x = call(x)
+        return x
+
+    compiled = jax.jit(chain).lower(x).compile()
+    jax.block_until_ready(compiled(x))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(x))
+        times.append((time.perf_counter() - start) / _CALLS_PER_REPEAT)
+    return times
+
+
+def copy_bytes_per_s() -> float:
+    """Bytes read plus bytes written per second while adding 1 to a large array."""
+    num_bytes = _COPY_BYTES["gpu" if jax.default_backend() == "gpu" else "cpu"]
+    times = time_calls(lambda x: jax.lax.optimization_barrier(x + 1), jnp.zeros(num_bytes // 4, jnp.float32), 5)
+    return 2 * num_bytes / float(np.median(times))
+
+
+def _as_row(m: Measurement) -> str:
+    micros = "".join(f"{seconds * 1e6:>10.1f}" for seconds in (m.median_s, m.p90_s, m.bound_s))
+    return f"{m.shape:<24}{m.implementation:<16}{micros}{m.tflops:>9.2f}{m.error:>10.1e}"
+
+
+if __name__ == "__main__":
+    main()

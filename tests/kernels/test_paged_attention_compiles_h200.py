@@ -1,0 +1,68 @@
+"""The Pallas kernel of paged_attention becomes H200 machine code, on a machine without a GPU."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.paged_attention import QueryTiles, build_query_tiles, paged_attention, query_tile_size
+from pallas_kernels.paged_attention.shapes import SHAPES, AttentionShape
+from tests.support.aot_h200 import H200, h200_target
+
+
+@pytest.fixture(scope="module")
+def h200() -> Iterator[H200]:
+    with h200_target() as target:
+        yield target
+
+
+def structs(shape: AttentionShape, dtype: str, num_blocks: int = 4096):
+    """Shapes of the op's arguments for a step of `shape`."""
+    tile_size = query_tile_size(shape.num_tokens, shape.num_seqs)
+    per_seq = jax.ShapeDtypeStruct((shape.num_seqs,), jnp.int32)
+
+    def tiles(starts, lens, contexts) -> QueryTiles:
+        return build_query_tiles(starts, lens, contexts, num_tokens=shape.num_tokens, tile_size=tile_size)
+
+    blocks_per_seq = -(-max(shape.context_ends) // shape.block_size)
+    return (
+        jax.ShapeDtypeStruct((shape.num_tokens, shape.num_q_heads, shape.head_dim), dtype),
+        jax.ShapeDtypeStruct((num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim), dtype),
+        jax.ShapeDtypeStruct((shape.num_seqs, blocks_per_seq), jnp.int32),
+        jax.eval_shape(tiles, per_seq, per_seq, per_seq),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("8b_decode_32x2048", "bfloat16"),
+        ("8b_decode_1x8192", "bfloat16"),
+        ("8b_mixed_512", "bfloat16"),
+        ("135m_decode_32x256", "float32"),
+        ("135m_mixed_256", "bfloat16"),
+    ],
+)
+def test_model_shapes_compile_and_copy_nothing(name: str, dtype: str, h200: H200):
+    args = structs(SHAPES[name], dtype)
+    compiled = h200.compile(lambda q, *rest: paged_attention(q, *rest), *args, donate_argnums=0)
+    assert "paged_attention" in str(compiled.as_text())
+    # Partial results of the splits at most: the cache is read in place, and the output takes q's buffer.
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == args[0].size * args[0].dtype.itemsize
+    assert memory.temp_size_in_bytes < 33 * args[0].size * 4 + (1 << 16)
+
+
+def test_a_cache_beyond_two_to_the_31_elements_is_indexed_by_64_bits(h200: H200):
+    shape = SHAPES["8b_decode_32x1024"]
+    per_block = 2 * shape.num_kv_heads * shape.block_size * shape.head_dim
+    compiled = h200.compile(paged_attention, *structs(shape, "bfloat16", num_blocks=(1 << 31) // per_block + 1))
+    assert "paged_attention" in str(compiled.as_text())
+
+
+def test_heads_of_an_odd_width_compile(h200: H200):
+    shape = AttentionShape((5, 1), (3, 40), num_q_heads=6, num_kv_heads=2, head_dim=24)
+    compiled = h200.compile(paged_attention, *structs(shape, "float32"))
+    assert "paged_attention" in str(compiled.as_text())
