@@ -32,7 +32,7 @@ def maf_mvm(
     rank rows rows(p) of a slot and columns cols(p) of the output.
 
     A weight of zero is no pair: it adds nothing, whatever x or the slot hold, and a token without pairs gets its base
-    bit for bit. Slots in use must hold finite values; the others are never read into a result.
+    bit for bit. Slots that have a segment must hold finite values; the others are never read into a result.
 
     Args:
       x: [num_tokens, in_features] activations, bfloat16 or float32.

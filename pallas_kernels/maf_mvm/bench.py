@@ -93,12 +93,13 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--mix-size", type=int, default=3, help="slots of each token")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--rank", type=int, default=8, help="rank rows of a slot")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=None, help="default: 8 on a CPU, 32 elsewhere")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default=None, help="default: float32 on a CPU")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", default=None, help="write the results to this JSON file")
     args = parser.parse_args()
     is_cpu = jax.default_backend() == "cpu"
+    args.layers = args.layers or (8 if is_cpu else 32)
     args.dtype = args.dtype or ("float32" if is_cpu else "bfloat16")
     # On a CPU the kernel runs in interpret mode, which says nothing about its speed.
     args.implementation = args.implementation or ["dense", "loop", *([] if is_cpu else ["pallas_triton"])]

@@ -57,9 +57,10 @@ def dynamic_validate(slots: ProjectionSlots, segments: Segments, layer: int) -> 
 
     Raises:
       ValueError: If slot ids are not ascending and in range, a weight lies outside the segments of its tile or is not
-        finite, or a slot in use holds values that are not finite.
+        finite, or a slot that has a segment holds values that are not finite.
     """
     segments = jax.device_get(segments)
+    with_segment: set[int] = set()
     for tile, num_segments in enumerate(segments.num_segments.tolist()):
         ids = segments.slot_ids[tile, :num_segments].tolist()
         if ids != sorted(set(ids)) or not set(ids) <= set(range(slots.num_slots)):
@@ -67,6 +68,7 @@ def dynamic_validate(slots: ProjectionSlots, segments: Segments, layer: int) -> 
                 f"segments.slot_ids of tile {tile} is {ids}; the first num_segments ids must ascend and lie in "
                 f"[0, {slots.num_slots})"
             )
+        with_segment.update(ids)
         rows = segments.weights[tile * segments.tile_size : (tile + 1) * segments.tile_size]
         outside = sorted(_used_slots(rows) - set(ids))
         if outside:
@@ -76,10 +78,10 @@ def dynamic_validate(slots: ProjectionSlots, segments: Segments, layer: int) -> 
             )
     if not jnp.isfinite(segments.weights).all():
         raise ValueError("segments.weights holds NaN or infinity; every weight must be finite")
-    for slot in sorted(_used_slots(segments.weights)):
+    for slot in sorted(with_segment):
         for name, array in [("a", slots.a), ("b", slots.b), ("scale", slots.scale)]:
             if not jnp.isfinite(array[layer, slot]).all():
-                raise ValueError(f"slots.{name} of slot {slot}, layer {layer}, is in use and holds NaN or infinity")
+                raise ValueError(f"slots.{name} of slot {slot}, layer {layer}, has a segment and holds NaN or infinity")
 
 
 def _used_slots(weights: Any) -> set[int]:

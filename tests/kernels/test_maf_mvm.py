@@ -232,5 +232,5 @@ def test_values_that_the_kernels_rely_on_are_checked(rng: np.random.Generator) -
     with pytest.raises(ValueError, match="must ascend"):
         dynamic_validate(case.slots, descending, 0)
     broken = dataclasses.replace(case.slots, b=case.slots.b.at[0, 1, 0, 0].set(jnp.inf))
-    with pytest.raises(ValueError, match=r"slots\.b of slot 1, layer 0, is in use and holds NaN or infinity"):
+    with pytest.raises(ValueError, match=r"slots\.b of slot 1, layer 0, has a segment and holds NaN or infinity"):
         dynamic_validate(broken, case.segments, 0)
