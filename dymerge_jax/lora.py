@@ -131,6 +131,11 @@ def slot_contents(
     return [_slot_content(config, adapter, i, slot_rank, dtype) for i in range(adapter.num_slots(slot_rank))]
 
 
+def empty_content(config: LlamaConfig, *, slot_rank: int, dtype: DTypeLike) -> SlotContent:
+    """The content of a slot without an adapter: zeros."""
+    return _slot_content(config, AdapterWeights({}, ""), 0, slot_rank, dtype)
+
+
 def _slot_content(
     config: LlamaConfig, adapter: AdapterWeights, index: int, slot_rank: int, dtype: DTypeLike
 ) -> SlotContent:

@@ -66,14 +66,16 @@ def test_a_gated_row_does_not_depend_on_its_batch(gated_model) -> None:
     together = np.asarray(model.logits(pad_batch(PROMPTS), model.mix(rows)))
     longest = max(map(len, PROMPTS))
     for i, prompt in enumerate(PROMPTS):
-        padded = dataclasses.replace(pad_batch([prompt + [0] * (longest - len(prompt))]), lengths=jnp.asarray([len(prompt)], jnp.int32))
+        padded = dataclasses.replace(
+            pad_batch([prompt + [0] * (longest - len(prompt))]), lengths=jnp.asarray([len(prompt)], jnp.int32)
+        )
         alone = np.asarray(model.logits(padded, model.mix([rows[i]])))
         np.testing.assert_allclose(together[i, : len(prompt)], alone[0, : len(prompt)], atol=2e-5)
 
 
 def test_an_unknown_gated_set_is_refused_by_name(gated_model) -> None:
     model, _, _ = gated_model
-    with pytest.raises(ValueError, match="no gated set is named 'nope'.*dense-layer"):
+    with pytest.raises(ValueError, match=r"no gated set is named 'nope'.*dense-layer"):
         model.mix(["nope"])
 
 

@@ -1,4 +1,4 @@
-"""A plain float64 Llama with LoRA in numpy, one token position and one projection at a time: what the engine must equal."""
+"""A plain float64 Llama with LoRA in numpy, one projection at a time: what the engine must equal."""
 
 from collections.abc import Callable, Mapping
 

@@ -32,7 +32,9 @@ def random_adapter(
 ) -> AdapterWeights:
     """An adapter with B far from zero, so that greedy text changes."""
     rng = np.random.default_rng(seed)
-    shapes = {n: (g.in_features, w) for g in config.groups.values() for n, w in zip(g.projections, g.widths, strict=True)}
+    shapes = {
+        n: (g.in_features, w) for g in config.groups.values() for n, w in zip(g.projections, g.widths, strict=True)
+    }
     weights = {}
     for layer in range(config.num_layers) if layers is None else layers:
         for name in projections:
