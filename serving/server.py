@@ -216,7 +216,8 @@ def create_app(
                 return card
         raise UnknownModelError(f"The model {model_id!r} does not exist; GET /v1/models lists those that do.")
 
-    @app.api_route(OPEN_PATH, methods=["GET", "HEAD"])
+    @app.get(OPEN_PATH)
+    @app.head(OPEN_PATH, include_in_schema=False)
     async def health() -> fastapi.Response:
         reason = engine.unhealthy_reason
         if reason is None:

@@ -31,7 +31,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
 
 @pytest.fixture
 def registry() -> ModelRegistry:
-    """Base "tiny"; adapters a, b (1 slot each), c (2 slots), huge (9 slots) over 8 slots; gated sets "moe" and "wide"."""
+    """Base "tiny" with 8 slots; adapters a and b of 1, c of 2, huge of 9 slots; gated sets "moe" and "wide"."""
     adapters = [AdapterEntry(name, f"adapters/{name}", n) for name, n in (("a", 1), ("b", 1), ("c", 2), ("huge", 9))]
     gated_sets = [GatedSetEntry("moe", ("a", "b"), "sets/moe"), GatedSetEntry("wide", ("a", "huge"), "sets/wide")]
     return ModelRegistry("tiny", "models/tiny", adapters, gated_sets, num_slots=8, slot_rank=8)

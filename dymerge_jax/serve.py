@@ -1,0 +1,332 @@
+"""`python -m dymerge_jax.serve`: flags to configs, then the server. No logic of its own.
+
+Without a flag it serves the demo model with its demo adapters on http://127.0.0.1:8000.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, get_args
+
+from serving.config import DTypeName, EngineConfig, SchedulerName
+
+if TYPE_CHECKING:  # what needs jax or transformers is imported once the flags are known to be right
+    from checkpoints.loaded_model import LoadedModel
+    from dymerge_jax.gating import GatedSetWeights
+    from serving.engine import Engine
+    from serving.mixes import ModelRegistry
+    from serving.server import ServerConfig
+
+logger = logging.getLogger("dymerge_jax.serve")
+
+DEMO = "demo"
+API_KEY_VARIABLE = "DYMERGE_API_KEY"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_EXAMPLES = """examples:
+  python -m dymerge_jax.serve
+  python -m dymerge_jax.serve --model Llama-3.1-8B-Instruct --adapters adapters/ --adapters legal=lora-v7 --port 9000
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    options = make_parser().parse_args(arguments)
+    logging.basicConfig(
+        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # only its tokenizers are used: it misses no torch
+    signal.signal(signal.SIGTERM, _interrupt)  # like Ctrl-C while loading; once it serves, the server has its own
+    try:
+        serve(options)
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, TypeError, OSError) as error:
+        logger.debug("start failed", exc_info=True)
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Loads everything, then serves until it is stopped.
+
+    Raises:
+      ValueError, OSError: If something given is wrong or missing; the message says what and what to do.
+    """
+    config = engine_config(options)
+    server_config = make_server_config(options)
+    bound = _listen(server_config)
+    with bound:
+        try:
+            is_clean = run(*build(options, config), server_config, bound)
+        except RuntimeError as error:  # jax's errors, of which one is no mistake of ours: memory is full
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise ValueError(
+                f"the device's memory is full ({str(error).splitlines()[0]}); lower --adapter-slots, --slot-rank, "
+                "--num-blocks or --max-num-seqs"
+            ) from error
+    if not is_clean:
+        logger.warning("a step of the engine is still running; ending without it")
+        os._exit(0)
+
+
+def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, LoadedModel, ModelRegistry]":
+    """Loads the model and the adapters, builds the engine with all its programs compiled, and names what it serves."""
+    import jax
+
+    from checkpoints.formats import load_model
+    from checkpoints.gated_set import load_gated_set
+    from checkpoints.peft_adapter import adapter_sources
+    from dymerge_jax.demo import demo_adapters
+    from serving.engine import build_engine
+    from serving.mixes import AdapterEntry, GatedSetEntry, ModelRegistry
+
+    is_demo = options.model == DEMO
+    if config.dtype is None and is_demo:
+        config = dataclasses.replace(config, dtype="float32" if jax.default_backend() == "cpu" else "bfloat16")
+    specs = options.adapters
+    if specs is None:
+        specs = [str(path) for path in demo_adapters()] if is_demo and config.adapter_slots else []
+    adapters = unique_names(source for spec in specs for source in adapter_sources(spec))
+    loaded = load_model(options.model, dtype=config.dtype, progress=True)
+    folders = [Path(folder) for folder in options.gated_sets or []]
+    gated_sets = [named_experts(load_gated_set(folder, loaded.config), adapters) for folder in folders]
+    engine = build_engine(loaded, adapters, gated_sets, config)
+    registry = ModelRegistry(
+        options.served_model_name or loaded.name,
+        options.model,
+        [AdapterEntry(name, str(path), engine.store.num_slots(name)) for name, path in adapters],
+        [GatedSetEntry(s.name, s.experts, str(f)) for s, f in zip(gated_sets, folders, strict=True)],
+        num_slots=config.adapter_slots,
+        slot_rank=config.slot_rank,
+    )
+    return engine, loaded, registry
+
+
+def unique_names(sources: "Iterable[tuple[str, Path]]") -> list[tuple[str, Path]]:
+    """The adapters of all --adapters flags.
+
+    Raises:
+      ValueError: If two of them have one name.
+    """
+    by_name: dict[str, Path] = {}
+    for name, path in sources:
+        if name in by_name and by_name[name] != path:
+            raise ValueError(
+                f"two adapters are named {name!r}: {by_name[name]} and {path}; give one another name with "
+                "--adapters NAME=FOLDER"
+            )
+        by_name[name] = path
+    return list(by_name.items())
+
+
+def named_experts(gated_set: "GatedSetWeights", adapters: list[tuple[str, Path]]) -> "GatedSetWeights":
+    """The set with experts that are given as folders replaced by names; such folders join `adapters`."""
+    names = {path.resolve(): name for name, path in adapters}
+    experts = []
+    for expert in gated_set.experts:
+        path = Path(expert)
+        if path.is_absolute() and path not in names:
+            name = path.name if path.name not in names.values() else f"{gated_set.name}/{path.name}"
+            adapters.append((name, path))
+            names[path] = name
+        experts.append(names[path] if path.is_absolute() else expert)
+    return dataclasses.replace(gated_set, experts=tuple(experts))
+
+
+def run(
+    engine: "Engine",
+    loaded: "LoadedModel",
+    registry: "ModelRegistry",
+    server_config: "ServerConfig",
+    bound: socket.socket,
+) -> bool:
+    """Serves on a bound socket until it is stopped; False if the engine's thread did not end in time."""
+    from serving.async_engine import AsyncEngine
+    from serving.metrics import CONTENT_TYPE
+    from serving.prompts import PromptEncoder
+    from serving.server import Server, create_app
+
+    encoder = PromptEncoder(loaded.tokenizer, vocab=loaded.config.vocab, max_model_len=engine.max_model_len)
+    async_engine = AsyncEngine(engine)
+    app = create_app(
+        async_engine, registry, encoder, lambda: (engine.metrics.render(), CONTENT_TYPE), server_config
+    )  # fmt: skip
+    port = bound.getsockname()[1]
+
+    def announce() -> None:
+        print(welcome(registry, server_config, port, has_chat=bool(getattr(loaded.tokenizer, "chat_template", None))))
+        sys.stdout.flush()
+
+    server = Server(app, async_engine, server_config, announce)
+    try:
+        server.run(sockets=[bound])
+    except KeyboardInterrupt:
+        logger.info("stopped")  # uvicorn raises the signal again once everything has ended
+    return async_engine.stop()
+
+
+def welcome(registry: "ModelRegistry", config: "ServerConfig", port: int, *, has_chat: bool) -> str:
+    """What a user sees when the server is ready: its address, its names and one request to paste."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    url = f"http://{'127.0.0.1' if config.host in ('0.0.0.0', '::') else host}:{port}"
+    names = list(registry.adapters)
+    mix = {"sign": 1.0, "reverse": 1.0, "echo": -0.5} if {"sign", "reverse", "echo"} <= set(names) else {}
+    mix = mix or dict(zip(names, (0.7, 0.3), strict=False))
+    prompt = "Items: lamp, river, stone"
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if has_chat else {"prompt": prompt}
+    body |= {"adapter_mix": mix, "temperature": 0, "max_tokens": 32}
+    route = "/v1/chat/completions" if has_chat else "/v1/completions"
+    key = "" if config.api_key is None else f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"'
+    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return (
+        f"\nServing {registry.base_name} on {url} with {len(names)} adapters: {shown or 'none'}\n"
+        f"Try:\n  curl {url}{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n"
+    )
+
+
+def _listen(config: "ServerConfig") -> socket.socket:
+    from serving.server import listen
+
+    try:
+        return listen(config.host, config.port)
+    except OSError as error:
+        raise OSError(
+            f"cannot listen on {config.host} port {config.port}: {error.strerror or error}; choose another --port or "
+            "--host"
+        ) from error
+
+
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def engine_config(options: argparse.Namespace) -> EngineConfig:
+    """The engine's settings as given by flags."""
+    names = [field.name for field in dataclasses.fields(EngineConfig) if hasattr(options, field.name)]
+    return EngineConfig(**{name: getattr(options, name) for name in names})
+
+
+def make_server_config(options: argparse.Namespace) -> "ServerConfig":
+    """The server's settings as given by flags and environment."""
+    from serving.server import ServerConfig
+
+    key = os.environ.get(API_KEY_VARIABLE) if options.api_key is None else options.api_key
+    return ServerConfig(host=options.host, port=options.port, api_key=key, drain_s=options.drain_s)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; the engine's defaults are those of `EngineConfig`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dymerge_jax.serve",
+        description="Serves a Llama-architecture model with LoRA adapters, a different mix of them in every request,\n"
+        "by OpenAI's HTTP API.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_model_flags(parser)
+    _add_engine_flags(parser)
+    _add_server_flags(parser)
+    return parser
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model and adapters")
+    group.add_argument(
+        "--model",
+        default=DEMO,
+        metavar="PATH",
+        help="'demo', a Hugging Face Llama directory, a .gguf file or an Orbax store (default: demo)",
+    )
+    group.add_argument(
+        "--adapters",
+        action="append",
+        metavar="SPEC",
+        help="a PEFT LoRA folder, a folder of such folders, or NAME=FOLDER; may be repeated (default: the demo's "
+        "adapters with the demo model, none with another)",
+    )
+    group.add_argument(
+        "--gated-sets",
+        action="append",
+        metavar="FOLDER",
+        help="a folder with gated_set.json and gate.safetensors; may be repeated (default: none)",
+    )
+    group.add_argument(
+        "--served-model-name", metavar="NAME", help="what requests call the base model (default: its folder's name)"
+    )
+    group.add_argument(
+        "--dtype",
+        choices=get_args(DTypeName),
+        default=EngineConfig.dtype,
+        help="dtype of weights and KV cache (default: the checkpoint's own; for the demo float32 on a CPU and bfloat16 "
+        "on a GPU)",
+    )
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+
+    def add(flag: str, field: str, kind: type, metavar: str, text: str, default: str = "%(default)s") -> None:
+        group.add_argument(
+            flag,
+            dest=field,
+            type=kind,
+            metavar=metavar,
+            default=getattr(EngineConfig, field),
+            help=f"{text} (default: {default})",
+        )
+
+    add("--adapter-slots", "adapter_slots", int, "N", "slots of the device's adapter array; 0 serves the base only")
+    add("--slot-rank", "slot_rank", int, "N", "rank rows of a slot; an adapter of rank r takes ceil(r / N) slots")
+    add("--max-num-seqs", "max_num_seqs", int, "N", "requests that run at once; more wait")
+    add(
+        "--max-model-len", "max_model_len", int, "N", "most tokens of a prompt and its answer together",
+        "the model's own, or what fits into the KV blocks",
+    )  # fmt: skip
+    add("--max-num-batched-tokens", "max_num_batched_tokens", int, "N", "most tokens of one step")
+    add("--block-size", "block_size", int, "N", "tokens of a KV block, a power of two")
+    add("--num-blocks", "num_blocks", int, "N", "KV blocks", "what the device's memory allows")
+    group.add_argument(
+        "--scheduler",
+        choices=get_args(SchedulerName),
+        default=EngineConfig.scheduler,
+        help="who runs next: lag (fewest adapters to load first, bounded by --theta), fifo, random or least-first "
+        "(default: %(default)s)",
+    )
+    add("--theta", "theta_s", float, "SECONDS", "lag: whoever has waited this long goes first; 0 is fifo")
+    add("--scheduler-seed", "scheduler_seed", int, "N", "seed of --scheduler random")
+
+
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    group.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"ask for this key on every route but /health; also read from {API_KEY_VARIABLE}, which other users of "
+        "the machine cannot see (default: no key)",
+    )
+    group.add_argument(
+        "--drain-s",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="time that running requests get to end after Ctrl-C; a second Ctrl-C ends at once (default: %(default)s)",
+    )
+    group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="(default: %(default)s)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Clients that leave, steps that fail, too many requests, and the end of the server."""
+
+import concurrent.futures
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from serving.mixes import ModelRegistry
+from serving.server import ServerConfig
+from tests.http.conftest import serving, wait_until
+from tests.http.fake_engine import FakeEngine
+
+LONG = {"prompt": "Hello", "max_tokens": 100, "temperature": 0}
+
+
+@pytest.fixture
+def engine(tokenizer: PreTrainedTokenizerFast) -> FakeEngine:
+    return FakeEngine(tokenizer, step_s=0.05, max_running=1)
+
+
+@pytest.mark.parametrize("num_events", [0, 1, 3])
+def test_a_stream_whose_client_leaves_is_aborted_within_a_second(
+    client: httpx.Client, engine: FakeEngine, num_events: int
+) -> None:
+    with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+        lines = response.iter_lines()
+        for _ in range(2 * num_events):  # each event is a line and an empty one
+            next(lines)
+    wait_until(lambda: not engine.held and len(engine.aborted) == 1, 1.0)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_leaves_is_noticed_while_its_request_waits_and_while_it_runs(
+    url: str, engine: FakeEngine, is_stream: bool
+) -> None:
+    def leave() -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json=LONG | {"stream": is_stream}, timeout=httpx.Timeout(5, read=0.3))
+
+    def leave_stream() -> None:
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}):
+            time.sleep(0.3)
+
+    threads = [threading.Thread(target=leave_stream if is_stream else leave) for _ in range(2)]  # one runs, one waits
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(engine.held) == 2)
+    for thread in threads:
+        thread.join()
+    wait_until(lambda: not engine.held and len(engine.aborted) == 2, 1.0)
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_all_choices_of_a_request_end_with_its_client(client: httpx.Client, engine: FakeEngine) -> None:
+    with client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "n": 5}) as response:
+        next(response.iter_lines())
+        assert len(engine.held) == 5
+    wait_until(lambda: not engine.held, 1.0)
+
+
+def test_sixteen_clients_at_once_get_what_each_gets_alone(url: str, engine: FakeEngine) -> None:
+    engine.step_s, engine.max_running = 0.001, 16
+    mixes = [{"a": i / 8, "b": 1 - i / 8} for i in range(16)]
+
+    def ask(i: int) -> str:
+        body = LONG | {"prompt": f"Prompt {i}", "max_tokens": 20, "adapter_mix": mixes[i], "stream": bool(i % 2)}
+        response = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+        if not body["stream"]:
+            return response.json()["choices"][0]["text"]
+        return "".join(c["choices"][0]["text"] for c in stream_contents(response))
+
+    alone = [ask(i) for i in range(16)]
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(ask, range(16))) == alone
+    assert len(set(alone)) == 16
+    assert len(engine.threads) == 1
+
+
+def stream_contents(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def test_a_failed_step_ends_its_requests_and_the_next_one_is_answered(client: httpx.Client, engine: FakeEngine) -> None:
+    engine.step_error = RuntimeError("out of luck")
+    failed = client.post("/v1/completions", json=LONG)
+    assert failed.status_code == 500
+    assert "out of luck" in failed.json()["error"]["message"]
+    streamed = list(stream_contents(client.post("/v1/completions", json=LONG | {"stream": True})))
+    assert "out of luck" in streamed[-1]["error"]["message"]
+    assert not engine.held
+    engine.step_error = None
+    assert client.post("/v1/completions", json=LONG | {"max_tokens": 2}).status_code == 200
+    assert client.get("/health").status_code == 200
+
+
+def test_steps_that_keep_failing_make_the_server_unhealthy(client: httpx.Client, engine: FakeEngine) -> None:
+    engine.step_error = RuntimeError("out of luck")
+    for _ in range(3):
+        assert client.post("/v1/completions", json=LONG).status_code == 500
+    health = client.get("/health")
+    assert health.status_code == 503
+    assert "out of luck" in health.json()["reason"]
+    assert client.post("/v1/completions", json=LONG).status_code == 503
+
+
+def test_more_requests_than_the_limit_are_told_to_come_back(
+    engine: FakeEngine, registry: ModelRegistry, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with serving(engine, registry, tokenizer, max_requests=3) as url:
+        refused = httpx.post(f"{url}/v1/completions", json=LONG | {"n": 4})
+        assert refused.status_code == 429
+        assert "limit of 3" in refused.json()["error"]["message"]
+        assert httpx.post(f"{url}/v1/completions", json=LONG | {"n": 3, "max_tokens": 1}).status_code == 200
+
+
+def test_stopping_lets_short_requests_end_and_cuts_long_ones_off(
+    engine: FakeEngine, registry: ModelRegistry, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    engine.max_running = 8
+    config = ServerConfig(port=0, drain_s=1.0)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        with serving(engine, registry, tokenizer, config) as url:
+            short = pool.submit(httpx.post, f"{url}/v1/completions", json=LONG | {"max_tokens": 10}, timeout=20)
+            long = pool.submit(httpx.post, f"{url}/v1/completions", json=LONG, timeout=20)
+            stream = pool.submit(httpx.post, f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=20)
+            wait_until(lambda: len(engine.held) == 3)
+            start_s = time.monotonic()
+        assert time.monotonic() - start_s < 3
+        assert short.result().status_code == 200
+        assert long.result().status_code == 503
+        assert "shutting down" in list(stream_contents(stream.result()))[-1]["error"]["message"]

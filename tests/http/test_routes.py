@@ -1,0 +1,168 @@
+"""What the routes answer: mixes, stops, echoes, keys, health; one case of each kind."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from serving.mixes import ModelRegistry
+from serving.server import ServerConfig
+from tests.http.conftest import serving
+from tests.http.fake_engine import FakeEngine
+
+GREEDY = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
+
+
+def complete(client: httpx.Client, **fields: Any) -> str:
+    response = client.post("/v1/completions", json=GREEDY | fields)
+    assert response.status_code == 200, response.text
+    return "".join(c["text"] for c in response.json()["choices"])
+
+
+def test_every_way_to_say_one_mix_gives_one_answer(client: httpx.Client) -> None:
+    assert complete(client, model="a") == complete(client, adapter_mix={"a": 1})
+    assert complete(client, model="a") == complete(client, adapter_mix={"a": 1, "b": 0})
+    assert complete(client, model="a") == complete(client, lora=[{"id": 0, "scale": 1.0}])
+    assert complete(client, model="a") == complete(client, lora=[{"id": "a", "scale": 1}])
+    assert complete(client, adapter_mix={"a": 1, "b": 2}) == complete(
+        client, model="tiny", adapter_mix={"b": 2, "a": 1}
+    )
+
+
+def test_an_empty_mix_is_the_base(client: httpx.Client) -> None:
+    base = complete(client)
+    for fields in (
+        {"model": "tiny"},
+        {"adapter_mix": {}},
+        {"adapter_mix": []},
+        {"lora": []},
+        {"adapter_mix": {"a": 0}},
+    ):
+        assert complete(client, **fields) == base
+
+
+def test_a_weight_matters_for_a_single_adapter_too(client: httpx.Client) -> None:
+    assert complete(client, adapter_mix={"a": 1}) != complete(client, adapter_mix={"a": 0.25})
+
+
+def test_a_gated_set_is_served_by_its_name(client: httpx.Client) -> None:
+    assert len({complete(client, model=name) for name in ("tiny", "a", "b", "moe")}) == 4
+
+
+def test_prompts_are_texts_or_token_ids_and_answered_in_order(
+    client: httpx.Client, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    ids = tokenizer.encode("Hello", add_special_tokens=False)
+    assert complete(client, prompt=ids) == complete(client)
+    assert complete(client, prompt=[ids, ids[:2]]) == complete(client) + complete(client, prompt=ids[:2])
+    assert complete(client, prompt=["Hello", "He"]) == complete(client) + complete(client, prompt="He")
+
+
+def test_echo_begins_with_the_prompt_streamed_or_not(client: httpx.Client, tokenizer: PreTrainedTokenizerFast) -> None:
+    whole = complete(client, echo=True)
+    assert whole == "Hello" + complete(client)
+    assert complete(client, echo=True, prompt=tokenizer.encode("Hello", add_special_tokens=False)) == whole
+    chunks = events(client.post("/v1/completions", json=GREEDY | {"echo": True, "stream": True}))
+    assert "".join(c["choices"][0]["text"] for c in chunks) == whole
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The contents of a stream, which must end with [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    parts = response.text.removesuffix("\n\n").split("\n\n")
+    assert parts[-1] == "data: [DONE]"
+    return [json.loads(p.removeprefix("data: ")) for p in parts[:-1]]
+
+
+def test_a_stop_string_ends_an_answer_with_reason_stop(client: httpx.Client) -> None:
+    text = complete(client)
+    response = client.post("/v1/completions", json=GREEDY | {"stop": text[3]}).json()
+    assert response["choices"][0]["finish_reason"] == "stop"
+    assert response["choices"][0]["text"] == text[: text.index(text[3])]
+
+
+def test_chat_answers_fill_the_context_unless_limited(client: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+    answer = client.post("/v1/chat/completions", json=body).json()
+    assert answer["usage"]["total_tokens"] == 128
+    limited = client.post("/v1/chat/completions", json=body | {"max_completion_tokens": 3}).json()
+    assert limited["usage"]["completion_tokens"] == 3
+
+
+def test_text_parts_and_developer_messages_reach_the_template(client: httpx.Client) -> None:
+    def chat(*messages: dict[str, Any]) -> str:
+        body = {"messages": list(messages), "temperature": 0, "max_tokens": 8}
+        return client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+
+    plain = chat({"role": "system", "content": "Be kind"}, {"role": "user", "content": "a\nb"})
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat({"role": "developer", "content": "Be kind"}, {"role": "user", "content": parts}) == plain
+    reply = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}
+    assert chat({"role": "user", "content": "a"}, reply, {"role": "user", "content": "b"}) != plain
+
+
+def test_without_a_chat_template_or_tokenizer_the_way_out_is_named(
+    engine: FakeEngine, registry: ModelRegistry, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hello"}]}
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        with serving(engine, registry, tokenizer) as url:
+            refused = httpx.post(f"{url}/v1/chat/completions", json=chat)
+            assert refused.status_code == 400
+            assert "/v1/completions" in refused.json()["error"]["message"]
+    finally:
+        tokenizer.chat_template = template
+    with serving(engine, registry, None) as url:
+        for route, body in (("chat/completions", chat), ("completions", GREEDY)):
+            refused = httpx.post(f"{url}/v1/{route}", json=body)
+            assert refused.status_code == 400
+            assert "token ids" in refused.json()["error"]["message"]
+        answer = httpx.post(f"{url}/v1/completions", json=GREEDY | {"prompt": [5, 6]})
+        assert answer.json()["usage"]["completion_tokens"] == 8
+
+
+def test_a_template_that_refuses_the_messages_is_a_bad_request(
+    engine: FakeEngine, registry: ModelRegistry, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    template, tokenizer.chat_template = tokenizer.chat_template, "{{ raise_exception('roles must alternate') }}"
+    try:
+        with serving(engine, registry, tokenizer) as url:
+            refused = httpx.post(f"{url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+            assert refused.status_code == 400
+            assert "roles must alternate" in refused.json()["error"]["message"]
+    finally:
+        tokenizer.chat_template = template
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE"])
+def test_a_key_guards_every_route_but_health_by_every_spelling(
+    engine: FakeEngine, registry: ModelRegistry, tokenizer: PreTrainedTokenizerFast, method: str
+) -> None:
+    config = ServerConfig(port=0, api_key="secret", drain_s=0.2)
+    paths = (
+        "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/a", "/metrics", "/version", "/docs",
+        "/openapi.json", "/redoc", "/", "/nothing", "/v1/completions/", "//v1/completions", "//health", "/health/",
+        "/HEALTH", "/health/../v1/models", "/%2e%2e/v1/models", "/v1//models",
+    )  # fmt: skip
+    with serving(engine, registry, tokenizer, config) as url, httpx.Client() as client:
+        for path in paths:
+            for key in (None, "Bearer wrong", "Bearer secret2", "secret", "bearer: secret", "Bearer sécret"):
+                headers = {} if key is None else {"authorization": key.encode()}
+                response = client.request(method, url + path, headers=headers)
+                assert response.status_code == 401, (path, key)
+        assert client.get(url + "/health").status_code == 200
+        right = client.post(f"{url}/v1/completions", json=GREEDY, headers={"authorization": "Bearer secret"})
+        assert right.status_code == 200
+
+
+def test_metrics_version_and_docs_are_served(client: httpx.Client) -> None:
+    assert client.get("/metrics").status_code == 200
+    assert set(client.get("/version").json()) == {"version"}
+    assert client.get("/docs").status_code == 200
+    schema = client.get("/openapi.json").json()["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+    properties = schema["content"]["application/json"]["schema"]["properties"]
+    assert {"messages", "adapter_mix", "lora", "stream"} <= set(properties)
+    assert "$ref" not in json.dumps(schema)
