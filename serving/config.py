@@ -69,13 +69,13 @@ class EngineConfig:
             raise ValueError(f"--theta is {self.theta_s}, expected seconds >= 0 (0 is FIFO, inf never overrides LAG)")
 
 
-def _check_at_least(least: int, flag: str, value: int) -> None:
+def _check_at_least(least: int, flag: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{flag} is {value!r}, expected an integer >= {least}")
     if value < least:
         raise ValueError(f"{flag} is {value}, expected an integer >= {least}")
 
 
-def _check_is_one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:
+def _check_is_one_of(flag: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{flag} is {value!r}, expected one of {', '.join(choices)}")

@@ -13,7 +13,8 @@ class IncrementalDetokenizer:
     """The new text of each output token of one request.
 
     Text is held back while a character is incomplete, and while its end may be the start of a stop string. The texts
-    of all `push` calls and of `finish` together are the decoded output, up to the first stop string.
+    of all `push` calls and of `finish` together are the decoded output, up to the stop string that is complete first
+    (the longest, if several end there).
 
     The end of the prompt is the context of the first token, which decides e.g. whether its leading space is kept. If
     the prompt ends within a character, the output is decoded without context.
@@ -78,11 +79,12 @@ class IncrementalDetokenizer:
     def _release(self, text: str) -> str:
         """Adds new text to what is held, and gives out what no stop string can touch any more."""
         text = self._held + text
-        starts = [start for start in map(text.find, self._stop) if start >= 0]
-        if starts:
+        found = [(text.find(string) + len(string), text.find(string)) for string in self._stop if string in text]
+        if found:
             self._is_stopped = True
             self._held = ""
-            return text[: min(starts)]
+            _, start = min(found)  # the first to be complete, however the text is cut into tokens
+            return text[:start]
         end = len(text) - _overlap(text, self._stop)
         self._held = text[end:]
         return text[:end]

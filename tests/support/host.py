@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from serving.block_pool import BlockPool
 from serving.plan import Chunk, StepPlan
-from serving.policies import Lag, Policy
+from serving.policies import Lag, Policy, WhenBlocked
 from serving.request import FinishReason, Mix, Request, SamplingParams
 from serving.scheduler import Scheduler
 from serving.slot_cache import SlotCache
@@ -94,8 +94,10 @@ class FakeEngine:
 
     def step(self, now_s: float) -> StepPlan:
         """One turn of the loop: plan, dispatch, then read the tokens of the step before."""
+        waiting = self.scheduler.waiting
         plan = self.scheduler.plan(now_s)
         self._check_plan(plan)
+        self._check_nothing_overtakes(plan, waiting, now_s)
         for load in plan.loads:
             self._slots.update({slot_id: (load.adapter_id, part) for part, slot_id in enumerate(load.slot_ids)})
         for chunk in plan.chunks:
@@ -138,6 +140,28 @@ class FakeEngine:
         assert len({chunk.row for chunk in plan.chunks}) == plan.num_seqs
         block_ids = [block_id for chunk in plan.chunks for block_id in chunk.request.block_table]
         assert len(set(block_ids)) == len(block_ids), "a block belongs to two requests"
+
+    def _check_nothing_overtakes(self, plan: StepPlan, waiting: Sequence[Request], now_s: float) -> None:
+        """The hard bound: who is admitted past a request that may not be overtaken leaves it all that it needs."""
+        scheduler, policy = self.scheduler, self.scheduler.policy
+        chunks = [chunk for chunk in plan.chunks if chunk.request in waiting]
+        for request in waiting:
+            when_blocked = policy.when_blocked(request, now_s)
+            past = [chunk for chunk in chunks if chunk.request.arrival_order > request.arrival_order]
+            if request.row is not None or when_blocked is WhenBlocked.PASS or not past:
+                continue
+            assert when_blocked is WhenBlocked.CLAIM, f"{past} overtook {request}"
+            assert all(set(chunk.request.adapters) <= set(request.adapters) for chunk in past), "took slots"
+            assert all(chunk.samples for chunk in past), "took the budget of later steps"
+            assert scheduler.num_running < scheduler.max_num_seqs, "took the last row"
+            passing = [chunk.request for chunk in past]
+            blocks_to_come = sum(
+                scheduler._most_blocks(other) - len(other.block_table)
+                if other in passing
+                else scheduler._promised_blocks(other)
+                for other in scheduler.running
+            )
+            assert scheduler.block_pool.num_free - blocks_to_come >= scheduler._promised_blocks(request), "took blocks"
 
     def _run(self, chunk: Chunk) -> None:
         """Writes the chunk's tokens, then reads everything that attention and the adapters of the chunk read."""

@@ -1,0 +1,120 @@
+"""Metrics read back through Prometheus' own parser."""
+
+import math
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from serving.metrics import OTHER_ADAPTERS, Metrics
+from serving.plan import Load, StepPlan
+from serving.request import FinishReason
+from tests.support.host import make_request
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
+    """Values by name and value of the only label ("" if there is none); buckets left out."""
+    return {
+        (sample.name, next(iter(sample.labels.values()), "")): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+        if not sample.name.endswith(("_bucket", "_created"))
+    }
+
+
+def test_m1_each_adapter_counts_where_its_requests_are_and_nowhere_else():
+    metrics = Metrics()
+    running = [make_request("r1", "a"), make_request("r2", "a", "c"), make_request("r3")]
+    metrics.set_queues(running, [make_request("r4", "b")])
+    values = samples(metrics)
+    assert values["dymerge_requests_running", ""] == 3
+    assert values["dymerge_requests_waiting", ""] == 1
+    by_adapter = {key: value for key, value in values.items() if key[0].startswith("dymerge_adapter_requests_")}
+    assert by_adapter == {
+        ("dymerge_adapter_requests_running", "a"): 2,
+        ("dymerge_adapter_requests_running", "c"): 1,
+        ("dymerge_adapter_requests_waiting", "b"): 1,
+    }
+    metrics.set_queues([], [])
+    assert not [key for key in samples(metrics) if key[0].startswith("dymerge_adapter_requests_")]
+
+
+def test_m2_requests_are_counted_under_their_adapters():
+    metrics = Metrics()
+    metrics.observe_arrival(make_request("r1", "a", num_prompt=7))
+    metrics.observe_arrival(make_request("r2", "a", "b", num_prompt=5))
+    values = samples(metrics)
+    assert values["dymerge_adapter_requests_total", "a"] == 2
+    assert values["dymerge_adapter_requests_total", "b"] == 1
+    assert values["dymerge_prompt_tokens_total", ""] == 12
+
+
+@pytest.mark.parametrize("name", ["a,b", 'say "hi"', "back\\slash", "two\nlines", "ünï", "{x=1}"])
+def test_m4_any_name_makes_a_valid_exposition(name: str):
+    metrics = Metrics()
+    metrics.observe_arrival(make_request("r", name))
+    metrics.set_queues([make_request("r", name)], [])
+    values = samples(metrics)
+    assert values["dymerge_adapter_requests_total", name] == 1
+    assert values["dymerge_adapter_requests_running", name] == 1
+
+
+def test_adapters_beyond_the_limit_share_one_label():
+    metrics = Metrics(max_adapter_labels=2)
+    requests = [make_request(f"r{i}", name) for i, name in enumerate(["a", "a", "b", "c", "d", "a"])]
+    for request in requests:
+        metrics.observe_arrival(request)
+    metrics.set_queues(requests, requests)
+    values = samples(metrics)
+    for name in ("total", "running", "waiting"):
+        by_label = {label: value for (key, label), value in values.items() if key == f"dymerge_adapter_requests_{name}"}
+        assert by_label == {"a": 3, "b": 1, OTHER_ADAPTERS: 2}
+
+
+def test_ttft_and_tpot_are_measured_from_arrival_and_from_the_first_token():
+    metrics = Metrics()
+    request = make_request("r", arrival_s=10.0, max_tokens=5)
+    metrics.observe_ttft(request, now_s=10.25)
+    request.first_token_s = 10.25
+    request.output_token_ids += [1, 2, 3, 4, 5]
+    request.finish_reason = FinishReason.LENGTH
+    metrics.observe_finish(request, now_s=11.25)
+    values = samples(metrics)
+    assert values["dymerge_time_to_first_token_seconds_sum", ""] == 0.25
+    assert values["dymerge_time_per_output_token_seconds_sum", ""] == 0.25
+    assert values["dymerge_time_per_output_token_seconds_count", ""] == 1
+    assert values["dymerge_requests_finished_total", "length"] == 1
+
+
+def test_a_request_of_one_token_or_none_has_no_tpot():
+    metrics = Metrics()
+    request = make_request("r")
+    request.finish_reason = FinishReason.ABORT
+    metrics.observe_finish(request, now_s=1.0)
+    request.first_token_s = 0.5
+    request.output_token_ids.append(1)
+    metrics.observe_finish(request, now_s=1.0)
+    values = samples(metrics)
+    assert values["dymerge_time_per_output_token_seconds_count", ""] == 0
+    assert values["dymerge_requests_finished_total", "abort"] == 2
+
+
+def test_steps_tokens_and_resources_are_counted():
+    metrics = Metrics()
+    plan = StepPlan(loads=(Load("a", (0,), ()), Load("b", (1,), ())), preempted=(make_request("r"),))
+    metrics.observe_step(plan, duration_s=0.02)
+    metrics.observe_tokens(3)
+    metrics.set_resources(num_resident=2, num_loading=1, num_free_blocks=30)
+    values = samples(metrics)
+    assert math.isclose(values["dymerge_step_duration_seconds_sum", ""], 0.02)
+    assert values["dymerge_adapter_loads_total", ""] == 2
+    assert values["dymerge_preemptions_total", ""] == 1
+    assert values["dymerge_generated_tokens_total", ""] == 3
+    assert values["dymerge_adapters_resident", ""] == 2
+    assert values["dymerge_adapters_loading", ""] == 1
+    assert values["dymerge_kv_blocks_free", ""] == 30
+
+
+def test_two_engines_in_one_process_count_apart():
+    first, second = Metrics(), Metrics()
+    first.observe_tokens(1)
+    assert samples(second)["dymerge_generated_tokens_total", ""] == 0
