@@ -12,6 +12,7 @@ import json
 import pathlib
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,12 +103,15 @@ def measure_shape(
     """Checks and times the implementations on one named shape."""
     shape = SHAPES[name]
     inputs = random_inputs(shape, dtype, np.random.default_rng(0))
-    expected = np.asarray(jax.jit(_float32_reference)(inputs))
+    expected = np.asarray(_float32_reference(inputs))
     measurements = []
     for implementation in implementations:
-        call = _caller(inputs, implementation)
-        out = np.asarray(call(inputs.q), np.float32)
-        times = time_calls(call, inputs.q, repeats)
+
+        def call(q: Array, inputs: AttentionInputs, implementation: Implementation = implementation) -> Array:
+            return paged_attention(q, inputs.kv, inputs.block_tables, inputs.tiles, implementation=implementation)
+
+        out = np.asarray(jax.jit(call)(inputs.q, inputs), np.float32)
+        times = time_calls(call, inputs.q, inputs, repeats=repeats)
         median = float(np.median(times))
         measurements.append(
             Measurement(
@@ -123,32 +127,26 @@ def measure_shape(
     return measurements
 
 
+@jax.jit
 def _float32_reference(inputs: AttentionInputs) -> Array:
     q, kv = inputs.q.astype(jnp.float32), inputs.kv.astype(jnp.float32)
     return paged_attention(q, kv, inputs.block_tables, inputs.tiles, implementation="reference")
 
 
-def _caller(inputs: AttentionInputs, implementation: Implementation) -> Callable[[Array], Array]:
-    def call(q: Array) -> Array:
-        return paged_attention(q, inputs.kv, inputs.block_tables, inputs.tiles, implementation=implementation)
+def time_calls(call: Callable[..., Array], x: Array, *constants: Any, repeats: int) -> list[float]:
+    """Seconds per call of `call(x, *constants)`, whose result is the next call's x; one value a repeat."""
 
-    return call
-
-
-def time_calls(call: Callable[[Array], Array], x: Array, repeats: int) -> list[float]:
-    """Seconds per call of `call` (its output must look like its input), one value a repeat, after one warm-up."""
-
-    def chain(x: Array) -> Array:
+    def chain(x: Array, *constants: Any) -> Array:
         for _ in range(_CALLS_PER_REPEAT):
-            x = call(x)
+            x = call(x, *constants)
         return x
 
-    compiled = jax.jit(chain).lower(x).compile()
-    jax.block_until_ready(compiled(x))
+    compiled = jax.jit(chain).lower(x, *constants).compile()
+    jax.block_until_ready(compiled(x, *constants))
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        jax.block_until_ready(compiled(x))
+        jax.block_until_ready(compiled(x, *constants))
         times.append((time.perf_counter() - start) / _CALLS_PER_REPEAT)
     return times
 
@@ -156,7 +154,7 @@ def time_calls(call: Callable[[Array], Array], x: Array, repeats: int) -> list[f
 def copy_bytes_per_s() -> float:
     """Bytes read plus bytes written per second while adding 1 to a large array."""
     num_bytes = _COPY_BYTES["gpu" if jax.default_backend() == "gpu" else "cpu"]
-    times = time_calls(lambda x: jax.lax.optimization_barrier(x + 1), jnp.zeros(num_bytes // 4, jnp.float32), 5)
+    times = time_calls(lambda x: jax.lax.optimization_barrier(x + 1), jnp.zeros(num_bytes // 4, jnp.float32), repeats=5)
     return 2 * num_bytes / float(np.median(times))
 
 

@@ -25,6 +25,8 @@ from tests.support.tolerances import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
+type Ints = Sequence[int] | np.ndarray
+
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("portable", "pallas_triton")
 
 
@@ -34,9 +36,9 @@ def attend(inputs: AttentionInputs, implementation: Implementation) -> Array:
 
 
 def build(
-    seq_starts: Sequence[int] | np.ndarray,
-    seq_lens: Sequence[int] | np.ndarray,
-    context_lens: Sequence[int] | np.ndarray,
+    seq_starts: Ints,
+    seq_lens: Ints,
+    context_lens: Ints,
     **sizes: int,
 ) -> QueryTiles:
     arrays = (jnp.asarray(x, jnp.int32) for x in (seq_starts, seq_lens, context_lens))
