@@ -1,0 +1,107 @@
+"""The step programs compile for an H200, write the KV cache in place and copy no slot array."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dymerge_jax.config import named_config
+from dymerge_jax.gating import build_gate_array
+from dymerge_jax.kv_cache import empty_cache
+from dymerge_jax.lora import empty_slots
+from dymerge_jax.model import abstract_model
+from dymerge_jax.sampling import SamplingParams, sample_step
+from dymerge_jax.step import AdapterMix, StepBatch, forward_step
+from tests.support.aot_h200 import H200, h200_target
+from tests.support.tiny_models import random_gated_set
+
+# So many slots and blocks that a copy of one array would stand out from the step's activations.
+NUM_SLOTS, SLOT_RANK, NUM_ROWS, NUM_BLOCKS, BLOCK_SIZE = 1024, 8, 32, 8192, 16
+
+
+@pytest.fixture(scope="module")
+def h200() -> Iterator[H200]:
+    with h200_target() as target:
+        yield target
+
+
+def ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def compile_step(
+    h200: H200, size: str, dtype: Any, num_tokens: int, num_seqs: int, *, gated: bool
+) -> tuple[Any, int, int]:
+    """Compiles two layers of a named size; returns the program, the cache's bytes and those of the smallest array of slots or blocks."""
+    config = dataclasses.replace(named_config(size), num_layers=2, vocab=4096)
+    model = abstract_model(config, dtype)
+    cache = jax.eval_shape(lambda: empty_cache(config, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype))
+    slots = jax.eval_shape(lambda: empty_slots(config, num_slots=NUM_SLOTS, slot_rank=SLOT_RANK, dtype=dtype))
+    gates = None
+    if gated:
+        experts = [f"e{i}" for i in range(4)]
+        sets = [
+            random_gated_set(config, "l", experts, granularity="layer", top_k=2, renormalize=True, seed=0),
+            random_gated_set(config, "p", experts, granularity="projection", top_k=None, renormalize=False, seed=0),
+        ]
+        gates = jax.eval_shape(lambda: build_gate_array(config, sets, num_slots=NUM_SLOTS))
+    batch: Any = StepBatch(
+        tokens=ints(num_tokens),
+        rows=ints(num_seqs),
+        seq_starts=ints(num_seqs),
+        seq_lens=ints(num_seqs),
+        context_lens=ints(num_seqs),
+        use_last_token=jax.ShapeDtypeStruct((num_seqs,), jnp.bool_),
+    )
+    mix: Any = AdapterMix(
+        weights=jax.ShapeDtypeStruct((NUM_ROWS, NUM_SLOTS), jnp.float32), gated_set_ids=ints(NUM_ROWS)
+    )
+    compiled = h200.compile(
+        functools.partial(forward_step, model.graph),
+        *(model.state, cache, slots, gates, mix, ints(NUM_ROWS, NUM_BLOCKS // 8), ints(NUM_ROWS), batch),
+        donate_argnums=(1,),
+    )
+    arrays = [*cache.layers, *(array for g in slots.groups.values() for array in (g.a, g.b))]
+    return compiled, num_bytes(cache), min(map(num_bytes, arrays))
+
+
+def num_bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "num_tokens", "num_seqs", "gated"),
+    [
+        pytest.param("llama-3-8b", jnp.bfloat16, 32, 32, False, id="8b-decode"),
+        pytest.param("llama-3-8b", jnp.bfloat16, 512, 32, False, id="8b-prefill"),
+        pytest.param("llama-3-8b", jnp.bfloat16, 32, 32, True, id="8b-decode-gated", marks=pytest.mark.slow),
+        pytest.param("smollm2-135m", jnp.float32, 1, 1, False, id="smollm2-decode-1", marks=pytest.mark.slow),
+        pytest.param("smollm2-135m", jnp.bfloat16, 64, 32, False, id="smollm2-prefill", marks=pytest.mark.slow),
+        pytest.param("llama-3.2-1b", jnp.bfloat16, 32, 32, False, id="1b-decode", marks=pytest.mark.slow),
+        pytest.param("llama-3.2-3b", jnp.bfloat16, 512, 32, False, id="3b-prefill", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_program_compiles_and_updates_the_cache_in_place(h200, size, dtype, num_tokens, num_seqs, gated) -> None:
+    compiled, cache_bytes, smallest_bytes = compile_step(h200, size, dtype, num_tokens, num_seqs, gated=gated)
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < smallest_bytes, "an array of slots or blocks is copied"
+    kernels = compiled.as_text()
+    assert "maf_" in kernels, "maf_mvm's own kernel is not in the program"
+    assert "paged_attention" in kernels, "paged_attention's own kernel is not in the program"
+
+
+@pytest.mark.parametrize(("is_greedy", "with_logprobs"), [(True, False), (False, True)])
+def test_a_sampler_program_compiles(h200, is_greedy, with_logprobs) -> None:
+    n = 32
+    floats = jax.ShapeDtypeStruct((n,), jnp.float32)
+    params: Any = SamplingParams(floats, ints(n), floats, floats, jax.ShapeDtypeStruct((n,), jnp.uint32))
+    flags = jax.ShapeDtypeStruct((n,), jnp.bool_)
+    step = functools.partial(sample_step, is_greedy=is_greedy, with_logprobs=with_logprobs)
+    logits = jax.ShapeDtypeStruct((n, 128256), jnp.float32)
+    compiled = h200.compile(step, logits, ints(n), ints(n), flags, params, ints(n), donate_argnums=(1,))
+    assert compiled.memory_analysis().alias_size_in_bytes > 0
