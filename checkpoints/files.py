@@ -117,6 +117,13 @@ def tensor_problems(found: Mapping[str, TensorInfo], expected: Mapping[str, tupl
     return problems
 
 
+def layer_problems(found: Mapping[str, TensorInfo], num_layers: int) -> list[str]:
+    """Compares the stated number of layers with the file, before anything is built for each of them."""
+    if num_layers <= len(found):
+        return []
+    return [f"{num_layers} layers are stated but the file holds only {len(found)} tensors"]
+
+
 def dtype_problems(found: Mapping[str, TensorInfo]) -> list[str]:
     """Every safetensors tensor whose dtype is not read."""
     wrong = [f"{name} is {info.dtype}" for name, info in found.items() if info.dtype not in FLOAT_DTYPES]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from checkpoints.errors import CheckpointError, refuse_if
-from checkpoints.files import TensorInfo, tensor_problems
+from checkpoints.files import TensorInfo, layer_problems, tensor_problems
 from checkpoints.loaded_model import LoadedModel, ModelDtype, model_dtype
 from checkpoints.names import GGUF_NAMES, expected_tensors, param_sources
 from checkpoints.params import load_params
@@ -53,6 +53,7 @@ def load_gguf_llama(path: Path, *, name: str, dtype: ModelDtype | None, progress
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     config = _read_config(path, metadata, is_tied=GGUF_NAMES.lm_head not in tensors)
     header = {n: TensorInfo(tuple(int(d) for d in t.shape[::-1]), t.tensor_type.name) for n, t in tensors.items()}
+    refuse_if(layer_problems(header, config.num_layers), str(path))
     refuse_if(tensor_problems(header, expected_tensors(param_sources(config, GGUF_NAMES))), str(path))
     tokenizer = _read_tokenizer(path, metadata)
     interleaved = _interleaved_heads(config)

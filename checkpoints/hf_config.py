@@ -54,22 +54,21 @@ def read_hf_config(folder: Path) -> HfConfig:
     generation = read_json(generation_path) if generation_path.is_file() else {}
     fields = _Fields(content)
     _refuse_other_architectures(fields)
-    values = {ours: fields.integer(theirs) for theirs, ours in _REQUIRED_INTS.items()}
-    heads = values["num_q_heads"] or 1
+    values: dict[str, int] = {ours: fields.integer(theirs) for theirs, ours in _REQUIRED_INTS.items()}
+    heads = max(values["num_q_heads"], 1)
     values["num_kv_heads"] = fields.integer("num_key_value_heads", default=heads)
-    values["head_dim"] = fields.integer("head_dim", default=(values["hidden"] or 0) // heads)
+    values["head_dim"] = fields.integer("head_dim", default=values["hidden"] // heads)
     values["max_position"] = fields.integer("max_position_embeddings", default=2048)
     epsilon = fields.number("rms_norm_eps", default=1e-6)
     is_tied = fields.boolean("tie_word_embeddings", default=False)
     rope = _read_rope(fields)
-    vocab = values["vocab"] or 0
     bos = fields.token_ids("bos_token_id", content)
     eos = [*fields.token_ids("eos_token_id", content), *fields.token_ids("eos_token_id", generation)]
     refuse_if(fields.problems, str(path))
     try:
         llama = LlamaConfig(
             **values, rms_norm_eps=epsilon, rope=rope, tie_word_embeddings=is_tied,
-            bos_token_id=bos[0] if bos else None, eos_token_ids=_known_ids(eos, vocab, path),
+            bos_token_id=bos[0] if bos else None, eos_token_ids=_known_ids(eos, values["vocab"], path),
         )  # fmt: skip
     except ValueError as error:
         raise CheckpointError(f"{path} is refused:\n- {error}") from error
@@ -113,12 +112,13 @@ class _Fields:
         self.content = content
         self.problems: list[str] = []
 
-    def integer(self, name: str, default: int | None = None) -> Any:
+    def integer(self, name: str, default: int | None = None) -> int:
         value = self.content.get(name)
         if value is None and default is not None:
             return default
         if not _is_int(value):
             self.problems.append(f"{name} is {self._shown(name)}; an integer was expected")
+            return 0
         return value
 
     def number(self, name: str, default: float) -> float:

@@ -12,6 +12,7 @@ from checkpoints.files import (
     SafetensorsReader,
     TensorInfo,
     dtype_problems,
+    layer_problems,
     open_safetensors,
     read_json,
     tensor_problems,
@@ -106,6 +107,7 @@ def _owners(folder: Path, readers: dict[Path, SafetensorsReader]) -> dict[str, S
 
 
 def _check_header(folder: Path, config: LlamaConfig, header: dict[str, TensorInfo]) -> None:
+    refuse_if(layer_problems(header, config.num_layers), str(folder))
     expected = expected_tensors(param_sources(config, HF_NAMES))
     if config.tie_word_embeddings and HF_NAMES.lm_head in header:
         expected |= {HF_NAMES.lm_head: (config.vocab, config.hidden)}

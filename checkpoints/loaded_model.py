@@ -34,7 +34,7 @@ class LoadedModel:
         return str(self.params["embed"].dtype)
 
 
-def model_dtype(own: str, requested: ModelDtype | None) -> ModelDtype:
+def model_dtype(own: str, requested: str | None) -> ModelDtype:
     """The dtype to load a model in: the requested one, else the checkpoint's own.
 
     float16 becomes bfloat16: no kernel here computes in float16, and bfloat16 covers its range with 3 bits fewer.

@@ -1,0 +1,129 @@
+"""Gated sets: every gate is read, or the set is refused with every name."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from checkpoints.errors import CheckpointError, MissingFileError
+from checkpoints.gated_set import load_gated_set
+from dymerge_jax.config import PROJECTIONS, named_config
+from tests.support.tiny_checkpoints import projection_shape, write_adapter, write_gated_set, write_json
+
+TINY = named_config("tiny")
+
+
+def test_a_set_with_a_gate_a_layer_is_read(tmp_path: Path) -> None:
+    path = write_gated_set(tmp_path / "moe", TINY, ["a", "b", "c"], top_k=2, renormalize=True)
+    loaded = load_gated_set(path, TINY)
+    assert (loaded.name, loaded.experts, loaded.granularity) == ("moe", ("a", "b", "c"), "layer")
+    assert (loaded.top_k, loaded.renormalize) == (2, True)
+    stored = load_file(path / "gate.safetensors")
+    assert set(loaded.gates) == {(0, "layer"), (1, "layer")}
+    for (layer, _), gate in loaded.gates.items():
+        np.testing.assert_array_equal(gate, stored[f"layers.{layer}.gate.weight"])
+
+
+def test_a_set_with_a_gate_a_projection_is_read(tmp_path: Path) -> None:
+    loaded = load_gated_set(write_gated_set(tmp_path, TINY, ["a", "b"], granularity="projection", name="x"), TINY)
+    assert loaded.name == "x"
+    assert set(loaded.gates) == {(layer, projection) for layer in range(2) for projection in PROJECTIONS}
+    assert all(gate.shape == (2, projection_shape(TINY, p)[1]) for (_, p), gate in loaded.gates.items())
+
+
+def test_optional_fields_have_defaults(tmp_path: Path) -> None:
+    path = write_gated_set(tmp_path / "moe", TINY, ["a", "b"])
+    write_json(path / "gated_set.json", {"experts": ["a", "b"]})
+    loaded = load_gated_set(path, TINY)
+    assert (loaded.name, loaded.granularity, loaded.top_k, loaded.renormalize) == ("moe", "layer", None, False)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gates_become_float32(tmp_path: Path, dtype: str) -> None:
+    path = write_gated_set(tmp_path, TINY, ["a", "b"])
+    stored = {key: gate.astype(jnp.dtype(dtype)) for key, gate in load_file(path / "gate.safetensors").items()}
+    save_file(stored, path / "gate.safetensors")
+    gates = load_gated_set(path, TINY).gates
+    assert {gate.dtype.name for gate in gates.values()} == {"float32"}
+    np.testing.assert_array_equal(gates[0, "layer"], stored["layers.0.gate.weight"].astype(np.float32))
+
+
+def test_experts_may_be_folders_relative_to_the_set(tmp_path: Path) -> None:
+    inside = write_adapter(tmp_path / "moe" / "inside", TINY, rank=2, alpha=2, seed=0)
+    beside = write_adapter(tmp_path / "beside", TINY, rank=2, alpha=2, seed=0)
+    experts = ["inside", "../beside", str(beside), "by-name"]
+    path = write_gated_set(tmp_path / "moe", TINY, experts)
+    assert load_gated_set(path, TINY).experts == (str(inside), str(beside), str(beside), "by-name")
+
+
+@pytest.mark.parametrize("expert", ["./nope", "../nope", "/nope"])
+def test_a_missing_expert_folder_is_named(tmp_path: Path, expert: str) -> None:
+    with pytest.raises(MissingFileError, match=rf"expert '{expert}' is no folder with adapter_config\.json"):
+        load_gated_set(write_gated_set(tmp_path, TINY, ["a", expert]), TINY)
+
+
+@pytest.fixture
+def write_fields(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a set of two experts with some fields of its JSON file replaced."""
+
+    def write(**fields: Any) -> Path:
+        path = write_gated_set(tmp_path, TINY, ["a", "b"])
+        write_json(path / "gated_set.json", {"experts": ["a", "b"]} | fields)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"experts": []}, r"experts is \[\]"),
+        ({"experts": "a"}, "experts is 'a'"),
+        ({"experts": ["a", 1]}, "experts is "),
+        ({"experts": ["a", "a"]}, "experts named twice: a"),
+        ({"granularity": "token"}, "granularity is 'token'; expected 'layer' or 'projection'"),
+        ({"top_k": 0}, "top_k is 0; expected 1 to the number of experts"),
+        ({"top_k": 3}, "top_k is 3"),
+        ({"top_k": True}, "top_k is True"),
+        ({"renormalize": 1}, "renormalize is 1"),
+        ({"name": ""}, "name is ''"),
+        ({"topk": 1}, "unknown fields: topk; known are name, experts, granularity, top_k, renormalize"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(
+    write_fields: Callable[..., Path], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_gated_set(write_fields(**fields), TINY)
+
+
+def test_every_wrong_gate_is_named_at_once(tmp_path: Path) -> None:
+    path = write_gated_set(tmp_path, TINY, ["a", "b"])
+    save_file(
+        {"layers.0.gate.weight": np.zeros((3, 64), np.float32), "layers.2.gate.weight": np.zeros((2, 64), np.float32)},
+        path / "gate.safetensors",
+    )
+    with pytest.raises(CheckpointError) as error:
+        load_gated_set(path, TINY)
+    for part in ("missing tensors: layers.1", "unexpected tensors", "layers.2", "has (3, 64), expected (2, 64)"):
+        assert part in str(error.value)
+
+
+def test_a_gate_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    path = write_gated_set(tmp_path, TINY, ["a", "b"])
+    gates = load_file(path / "gate.safetensors")
+    gates["layers.1.gate.weight"][0, 0] = np.nan
+    save_file(gates, path / "gate.safetensors")
+    with pytest.raises(CheckpointError, match=r"NaN or infinite weights: layers\.1\.gate\.weight"):
+        load_gated_set(path, TINY)
+
+
+@pytest.mark.parametrize("file", ["gated_set.json", "gate.safetensors"])
+def test_a_missing_file_is_named(tmp_path: Path, file: str) -> None:
+    (write_gated_set(tmp_path, TINY, ["a"]) / file).unlink()
+    with pytest.raises(MissingFileError, match=f"holds no {file}"):
+        load_gated_set(tmp_path, TINY)
