@@ -104,6 +104,11 @@ class AsyncEngine:
         return None
 
     @property
+    def num_requests(self) -> int:
+        """Requests that are waiting or running."""
+        return len(self._generations)
+
+    @property
     def is_healthy(self) -> bool:
         return self.unhealthy_reason is None
 

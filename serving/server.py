@@ -292,7 +292,14 @@ class Server(uvicorn.Server):
         # uvicorn's own limit comes after the drain's and is only met by a client that does not read its answer.
         limit_s = int(config.drain_s) + 2
         super().__init__(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=limit_s, ws="none")
+            uvicorn.Config(
+                app,
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=limit_s,
+                ws="none",
+            )
         )
         self._engine = engine
         self._drain_s = config.drain_s
@@ -304,6 +311,9 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        logger.info(
+            "stopping: %d requests get %g s to end; Ctrl-C again ends at once", self._engine.num_requests, self._drain_s
+        )
         drain = asyncio.create_task(self._engine.drain(self._drain_s))
         await super().shutdown(sockets)
         await drain

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fastapi
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -57,6 +58,13 @@ def serving(
     encoder = PromptEncoder(tokenizer, vocab=VOCAB, max_model_len=MAX_MODEL_LEN)
     metrics = CollectorRegistry()
     app = create_app(async_engine, registry, encoder, lambda: (generate_latest(metrics), "text/plain"), config)
+    with running(app, async_engine, config) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def running(app: fastapi.FastAPI, async_engine: AsyncEngine, config: ServerConfig) -> Iterator[str]:
+    """Runs an application on a free port until the block ends; gives the URL."""
     ready = threading.Event()
     server = Server(app, async_engine, config, ready.set)
     bound = listen("127.0.0.1", 0)

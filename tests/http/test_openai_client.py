@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 import openai
+import openai.types.chat as chat_types
 import pytest
 
-MESSAGES = [{"role": "user", "content": "Items: lamp, river, stone"}]
+MESSAGES: list[chat_types.ChatCompletionMessageParam] = [{"role": "user", "content": "Items: lamp, river, stone"}]
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_a_completion_stream_spells_the_whole_answer(api: openai.OpenAI) -> None
 
 
 def test_chat_answers_as_the_assistant(api: openai.OpenAI) -> None:
-    answer = api.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=9, temperature=0)  # pyright: ignore
+    answer = api.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=9, temperature=0)
     assert answer.id.startswith("chatcmpl-")
     assert answer.object == "chat.completion"
     assert answer.choices[0].message.role == "assistant"
@@ -74,7 +75,7 @@ def test_an_adapter_mix_travels_in_extra_body(api: openai.OpenAI, mix: object, i
         answer = api.chat.completions.create(
             model="tiny", messages=MESSAGES, temperature=0, max_tokens=9, stream=is_stream, extra_body=body
         )  # pyright: ignore  # fmt: skip
-        if isinstance(answer, openai.types.chat.ChatCompletion):
+        if isinstance(answer, chat_types.ChatCompletion):
             return answer.choices[0].message.content or ""
         return "".join(c.choices[0].delta.content or "" for c in answer)
 

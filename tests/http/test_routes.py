@@ -150,7 +150,7 @@ def test_a_key_guards_every_route_but_health_by_every_spelling(
     with serving(engine, registry, tokenizer, config) as url, httpx.Client() as client:
         for path in paths:
             for key in (None, "Bearer wrong", "Bearer secret2", "secret", "bearer: secret", "Bearer sécret"):
-                headers = {} if key is None else {"authorization": key.encode()}
+                headers = [] if key is None else [(b"authorization", key.encode())]
                 response = client.request(method, url + path, headers=headers)
                 assert response.status_code == 401, (path, key)
         assert client.get(url + "/health").status_code == 200

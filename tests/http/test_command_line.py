@@ -1,0 +1,217 @@
+"""`python -m dymerge_jax.serve`: what it refuses at start, what it says, and how it ends."""
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from dymerge_jax.config import named_config
+from dymerge_jax.serve import engine_config, main, make_parser, make_server_config, unique_names, welcome
+from serving.config import EngineConfig
+from serving.mixes import AdapterEntry, GatedSetEntry, ModelRegistry
+from serving.server import ServerConfig
+from tests.http.conftest import wait_until
+from tests.support.tiny_checkpoints import write_adapter, write_tiny_llama
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def sigterm() -> Iterator[None]:
+    """`main` takes over SIGTERM."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write_tiny_llama(tmp_path / "tiny")
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *flags: object) -> str:
+    """What main says when it refuses these flags: one line, no traceback."""
+    try:
+        status = main([str(flag) for flag in flags])
+    except SystemExit as end:  # argparse's way
+        status = end.code
+    assert status not in (0, None)
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return next(line for line in error.splitlines() if "error: " in line)
+
+
+@pytest.mark.usefixtures("sigterm")
+def test_what_is_missing_at_start_is_named(capsys: pytest.CaptureFixture[str], tiny: Path, tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    assert str(nowhere) in refusal(capsys, "--port", 0, "--model", nowhere)
+    assert str(nowhere) in refusal(capsys, "--port", 0, "--model", tiny, "--adapters", f"a={nowhere}")
+    assert str(nowhere) in refusal(capsys, "--port", 0, "--model", tiny, "--adapters", nowhere)
+    assert str(nowhere) in refusal(capsys, "--port", 0, "--model", tiny, "--gated-sets", nowhere)
+
+
+@pytest.mark.usefixtures("sigterm")
+def test_an_adapter_that_cannot_be_served_stops_the_start(
+    capsys: pytest.CaptureFixture[str], tiny: Path, tmp_path: Path
+) -> None:
+    big = write_adapter(tmp_path / "big", named_config("tiny"), rank=9, alpha=9, seed=0)
+    flags = ("--port", 0, "--model", tiny, "--adapters", big)
+    assert "rank 9" in (text := refusal(capsys, *flags, "--slot-rank", 4, "--adapter-slots", 2))
+    assert "--adapter-slots" in text
+
+
+@pytest.mark.usefixtures("sigterm")
+def test_a_port_in_use_is_found_out_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port}" in refusal(capsys, "--port", port, "--model", tmp_path / "nowhere")
+
+
+@pytest.mark.usefixtures("sigterm")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--scheduler", "magic"], "--scheduler"),
+        (["--theta", "-1"], "--theta"),
+        (["--theta", "nan"], "--theta"),
+        (["--adapter-slots", "-1"], "--adapter-slots"),
+        (["--adapter-slots", "many"], "--adapter-slots"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--port", "70000"], "--port"),
+        (["--drain-s", "-1"], "--drain-s"),
+        (["--api-key", " "], "--api-key"),
+        (["--dtype", "int8"], "--dtype"),
+        (["--adapter", "x"], "--adapter"),
+        (["extra"], "extra"),
+    ],
+)
+def test_a_bad_flag_is_named(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:
+    assert words in refusal(capsys, *flags)
+
+
+def test_flags_default_to_the_engines_config_and_the_key_may_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("DYMERGE_API_KEY", raising=False)
+    options = make_parser().parse_args([])
+    assert engine_config(options) == EngineConfig()
+    assert make_server_config(options) == ServerConfig()
+    monkeypatch.setenv("DYMERGE_API_KEY", "secret")
+    assert make_server_config(options).api_key == "secret"
+    assert make_server_config(make_parser().parse_args(["--api-key", "other"])).api_key == "other"
+
+
+def test_every_flag_tells_its_default() -> None:
+    for action in make_parser()._actions:
+        assert action.dest == "help" or "default:" in (action.help or ""), action.dest
+
+
+def test_two_adapters_of_one_name_are_refused_with_both_folders() -> None:
+    with pytest.raises(ValueError, match=r"'a'.*x/a.*y/a"):
+        unique_names([("a", Path("x/a")), ("a", Path("y/a"))])
+    assert unique_names([("a", Path("x/a")), ("a", Path("x/a"))]) == [("a", Path("x/a"))]
+
+
+def test_names_that_collide_or_experts_that_are_missing_are_refused() -> None:
+    def registry(base: str, adapters: list[str], gated: dict[str, tuple[str, ...]]) -> ModelRegistry:
+        entries = [AdapterEntry(name, name, 1) for name in adapters]
+        sets = [GatedSetEntry(name, experts, name) for name, experts in gated.items()]
+        return ModelRegistry(base, base, entries, sets, num_slots=4, slot_rank=8)
+
+    with pytest.raises(ValueError, match=r"'a'.*--served-model-name"):
+        registry("a", ["a"], {})
+    with pytest.raises(ValueError, match="'b'"):
+        registry("tiny", ["a", "b"], {"b": ("a",)})
+    with pytest.raises(ValueError, match=r"'moe'.*'x'.*--adapters"):
+        registry("tiny", ["a"], {"moe": ("a", "x")})
+
+
+def test_the_welcome_shows_a_request_that_names_real_adapters() -> None:
+    adapters = [AdapterEntry(name, name, 1) for name in ("echo", "reverse", "sign")]
+    registry = ModelRegistry("demo", "demo", adapters, [], num_slots=64, slot_rank=8)
+    text = welcome(registry, ServerConfig(host="0.0.0.0", api_key="secret"), 8000, has_chat=True)
+    assert "http://127.0.0.1:8000/v1/chat/completions" in text
+    assert "secret" not in text
+    curl = next(line for line in text.splitlines() if "curl" in line)
+    body = shlex.split(curl)[-1]
+    assert '"adapter_mix": {"sign": 1.0, "reverse": 1.0, "echo": -0.5}' in body
+
+
+class Process:
+    """A server in a process of its own on a tiny model."""
+
+    def __init__(self, model: Path, *flags: str) -> None:
+        sizes = [
+            "--max-num-seqs",
+            "2",
+            "--max-num-batched-tokens",
+            "16",
+            "--max-model-len",
+            "400",
+            "--adapter-slots",
+            "1",
+        ]
+        command = [sys.executable, "-m", "dymerge_jax.serve", "--model", str(model), "--port", "0", *sizes, *flags]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        lines = iter(self.process.stdout.readline, "")
+        self.url = next(m[0] for line in lines if (m := re.search(r"http://127.0.0.1:\d+", line)))
+
+    def end(self, signal_number: int) -> tuple[int, float, str]:
+        """Exit status, seconds it took, and what it logged."""
+        start_s = time.monotonic()
+        self.process.send_signal(signal_number)
+        _, log = self.process.communicate(timeout=30)
+        return self.process.returncode, time.monotonic() - start_s, log
+
+
+def stream_for_long(url: str) -> Any:
+    body = {"prompt": "x", "max_tokens": 390, "ignore_eos": True, "stream": True}
+    return httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_drains_and_ends_within_seconds(tiny: Path, signal_number: int) -> None:
+    server = Process(tiny, "--drain-s", "1")
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=30).status_code == 200
+    status, seconds, log = server.end(signal_number)
+    assert status == 0
+    assert seconds < 5
+    assert "Traceback" not in log
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_at_once(tiny: Path) -> None:
+    server = Process(tiny, "--drain-s", "60")
+    with stream_for_long(server.url) as response:
+        next(response.iter_lines())
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: httpx_refused(server.url), 5)
+        status, seconds, log = server.end(signal.SIGINT)
+        assert status == 130
+        assert seconds < 2
+        assert "Traceback" not in log
+
+
+def httpx_refused(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health", timeout=1)
+    except httpx.ConnectError:
+        return True
+    return False
