@@ -213,11 +213,9 @@ def abstract_model(config: LlamaConfig, dtype: DTypeLike) -> SplitModel:
 def random_model(config: LlamaConfig, dtype: DTypeLike, *, seed: int = 0) -> SplitModel:
     """A model of random weights, made on the device: for tests and benchmarks."""
 
-    @jax.jit
-    def state() -> nnx.State:
-        return nnx.split(Llama(config, dtype=dtype, rngs=nnx.Rngs(seed)))[1]
-
-    return SplitModel(config=config, graph=abstract_model(config, dtype).graph, state=state())
+    # Not under jit: one small program a shape, reused by every layer, compiles faster than one large one.
+    graph, state = nnx.split(Llama(config, dtype=dtype, rngs=nnx.Rngs(seed)))
+    return SplitModel(config=config, graph=graph, state=state)
 
 
 def model_from_params(config: LlamaConfig, params: Params) -> SplitModel:

@@ -1,0 +1,1 @@
+"""Benchmarks of the engine; each is a command that prints a table and writes JSON."""

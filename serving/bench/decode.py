@@ -1,0 +1,252 @@
+"""Time per output token of the engine's own decode loop, for one closed batch: sampling and host included.
+
+    python -m serving.bench.decode --shape llama-3-8b --out result.json
+
+Weights and adapters are random. Every workload generates greedily on all rows at once, end tokens ignored; a decode
+step is timed from one read of tokens to the next. Outputs are checked in the same run: each workload runs twice and
+must give the same tokens, and the logits of a batch of mixes are compared with those of the portable implementations.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dymerge_jax.config import LlamaConfig, named_config
+from dymerge_jax.generate import batch_logits
+from dymerge_jax.library import pad_batch
+from dymerge_jax.lora import AdapterWeights, ProjectionWeights, slot_bytes
+from dymerge_jax.model import Implementations, SplitModel, random_model
+from dymerge_jax.step import AdapterMix
+from serving.adapter_store import AdapterStore, StoredAdapter
+from serving.config import EngineConfig
+from serving.engine import Engine
+from serving.request import Mix, Request, SamplingParams
+
+_NUM_TENSOR_SETS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A closed batch.
+
+    Attributes:
+      name: of the table's row.
+      batch: requests.
+      mix_size: adapters of each request.
+      is_shared: all requests use the same adapters; otherwise no two share one.
+    """
+
+    name: str
+    batch: int
+    mix_size: int
+    is_shared: bool = False
+
+    def mix(self, index: int) -> Mix:
+        first = 0 if self.is_shared else index * self.mix_size
+        return Mix(tuple((f"lora-{first + i}", 1.0 / self.mix_size) for i in range(self.mix_size)))
+
+    @property
+    def num_active(self) -> int:
+        return self.mix_size if self.is_shared else self.mix_size * self.batch
+
+
+def workloads(batches: Sequence[int]) -> list[Workload]:
+    """Base, one adapter for all, one each, three each."""
+    result = []
+    for batch in batches:
+        result += [Workload("base", batch, 0, True), Workload("one adapter for all", batch, 1, True)]
+        if batch > 1:
+            result.append(Workload("distinct, 1 each", batch, 1))
+        result.append(Workload("distinct, 3 each", batch, 3))
+    return result
+
+
+def random_adapters(config: LlamaConfig, count: int, *, rank: int) -> dict[str, AdapterWeights]:
+    """Adapters on all seven projections. A few sets of random tensors serve them in turn, with scales of their own."""
+    rng = np.random.default_rng(0)
+    shapes = {
+        n: (g.in_features, w) for g in config.groups.values() for n, w in zip(g.projections, g.widths, strict=True)
+    }
+    tensors = []
+    for _ in range(min(count, _NUM_TENSOR_SETS)):
+        tensors.append(
+            {
+                (layer, name): (
+                    (rng.standard_normal((rank, fan_in), np.float32) * fan_in**-0.5).astype(jnp.bfloat16),
+                    (rng.standard_normal((fan_out, rank), np.float32) * 0.3).astype(jnp.bfloat16),
+                )
+                for layer in range(config.num_layers)
+                for name, (fan_in, fan_out) in shapes.items()
+            }
+        )
+    adapters = {}
+    for i in range(count):
+        scale = 0.5 + 0.5 * (i + 1) / count
+        projections = {k: ProjectionWeights(a, b, scale) for k, (a, b) in tensors[i % len(tensors)].items()}
+        adapters[f"lora-{i}"] = AdapterWeights(projections, content_hash=str(i))
+    return adapters
+
+
+def run_workload(engine: Engine, workload: Workload, *, prompt_len: int, output_len: int) -> dict[str, Any]:
+    """Runs one closed batch to its end; the step times are those in which every row decodes."""
+    rng = np.random.default_rng(1)
+    vocab = engine.model.config.vocab
+    requests = []
+    for i in range(workload.batch):
+        mix = workload.mix(i)
+        requests.append(
+            Request(
+                request_id=str(i),
+                prompt_token_ids=rng.integers(0, vocab, prompt_len).tolist(),
+                sampling=SamplingParams(max_tokens=output_len, ignore_eos=True),
+                mix=mix,
+                arrival_s=time.monotonic(),
+                adapters=mix.adapters,
+            )
+        )
+        engine.add_request(requests[-1])
+    start_s = last_s = time.perf_counter()
+    ttft_s, step_s = 0.0, []
+    while engine.has_work:
+        outputs = engine.step()
+        now_s = time.perf_counter()
+        if len(outputs) == workload.batch:
+            step_s.append(now_s - last_s)
+        if not ttft_s and all(r.output_token_ids for r in requests):
+            ttft_s = now_s - start_s
+        last_s = now_s
+    engine.check_integrity()
+    step_ms = np.asarray(step_s[2:]) * 1e3  # the first full steps still wait for prefills
+    return {
+        "workload": workload.name,
+        "batch": workload.batch,
+        "active_adapters": workload.num_active,
+        "repeats": len(step_ms),
+        "tpot_ms_median": float(np.median(step_ms)),
+        "tpot_ms_p90": float(np.percentile(step_ms, 90)),
+        "tpot_ms_min": float(step_ms.min()),
+        "all_first_tokens_ms": ttft_s * 1e3,
+        "tokens": [r.output_token_ids for r in requests],
+    }
+
+
+def floor_ms(model: SplitModel, workload: Workload, rank: int, bandwidth: float) -> float:
+    """Milliseconds to read weights and active adapters once; the embedding counts once, as output matrix."""
+    config = model.config
+    weights = config.num_params - (0 if config.tie_word_embeddings else config.vocab * config.hidden)
+    num_bytes = weights * model.dtype.itemsize + workload.num_active * slot_bytes(config, rank, model.dtype)
+    return num_bytes / bandwidth * 1e3
+
+
+def logits_error(engine: Engine, names: Sequence[str]) -> dict[str, float]:
+    """Largest difference of the logits of a batch of mixes to those of the portable implementations."""
+    rng = np.random.default_rng(2)
+    num_slots = engine.slot_cache.num_slots
+    weights = np.zeros((4, num_slots), np.float32)
+    for row in range(1, 4):
+        for name in names[row - 1 : 2 * row]:
+            slots = engine.slot_cache.lookup(name)
+            assert slots is not None
+            weights[row, list(slots)] = 0.7
+    mix = AdapterMix(weights=jnp.asarray(weights), gated_set_ids=jnp.full((4,), -1, jnp.int32))
+    batch = pad_batch(rng.integers(0, engine.model.config.vocab, (4, 24)).tolist())
+
+    def logits(implementations: Implementations) -> np.ndarray:
+        model = engine.model
+        return np.asarray(
+            batch_logits(model.graph, model.state, engine._slots, None, mix, batch, implementations=implementations)
+        )
+
+    own, portable = logits(Implementations()), logits(Implementations("dense", "portable"))
+    adapters_change = np.abs(own[1:] - own[:1]).max()
+    return {
+        "max_abs_difference": float(np.abs(own - portable).max()),
+        "rms_difference": float(np.sqrt(np.square(own - portable).mean())),
+        "logits_std": float(portable.std()),
+        "max_change_by_adapters": float(adapters_change),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3-8b", help="a named model size (default: %(default)s)")
+    parser.add_argument("--batches", default="1,32", help="batch sizes (default: %(default)s)")
+    parser.add_argument(
+        "--rank", type=int, default=8, help="rank of the adapters and of the slots (default: %(default)s)"
+    )
+    parser.add_argument("--prompt-len", type=int, default=128, help="tokens (default: %(default)s)")
+    parser.add_argument("--output-len", type=int, default=128, help="tokens (default: %(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", help="(default: %(default)s)")
+    parser.add_argument(
+        "--bandwidth", type=float, default=4.3e12, help="bytes/s for the floor (default: H200, %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+
+    batches = [int(b) for b in options.batches.split(",")]
+    num_adapters = 3 * max(batches)
+    config = named_config(options.shape)
+    model = random_model(config, options.dtype)
+    store = AdapterStore(config, slot_rank=options.rank, dtype=options.dtype)
+    adapters = random_adapters(config, num_adapters, rank=options.rank)
+    for name, weights in adapters.items():
+        store.add(StoredAdapter(name, None, weights))
+    engine_config = EngineConfig(
+        adapter_slots=num_adapters,
+        slot_rank=options.rank,
+        max_num_seqs=max(batches),
+        max_model_len=options.prompt_len + options.output_len,
+        num_blocks=max(batches) * -(-(options.prompt_len + options.output_len) // EngineConfig.block_size),
+    )
+    engine = Engine(model, None, store, (), engine_config)
+    start_s = time.perf_counter()
+    engine.compile()
+    compile_s = time.perf_counter() - start_s
+
+    rows = []
+    for workload in workloads(batches):
+        first = run_workload(engine, workload, prompt_len=options.prompt_len, output_len=options.output_len)
+        second = run_workload(engine, workload, prompt_len=options.prompt_len, output_len=options.output_len)
+        second["tokens_repeat"] = first.pop("tokens") == second.pop("tokens")
+        second["floor_ms"] = floor_ms(model, workload, options.rank, options.bandwidth)
+        rows.append(second)
+    error = logits_error(engine, list(adapters))
+    device = jax.devices()[0].device_kind
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
+    result = {
+        "device": device,
+        "jax": jax.__version__,
+        "settings": settings,
+        "compile_s": compile_s,
+        "logits_error": error,
+        "rows": rows,
+    }
+    print(
+        f"\n{device}, {options.shape}, {options.dtype}, rank {options.rank}, {num_adapters} adapters in slots, "
+        f"prompt {options.prompt_len} + output {options.output_len} tokens, start-up compile {compile_s:.0f} s"
+    )
+    print(f"logits against the portable implementations: {error}")
+    print(
+        f"{'workload':22} {'batch':>5} {'active':>6} {'TPOT ms':>8} {'p90':>7} {'floor':>7} {'repeats':>7}  same twice"
+    )
+    for r in rows:
+        print(
+            f"{r['workload']:22} {r['batch']:5d} {r['active_adapters']:6d} {r['tpot_ms_median']:8.3f} "
+            f"{r['tpot_ms_p90']:7.3f} {r['floor_ms']:7.3f} {r['repeats']:7d}  {r['tokens_repeat']}"
+        )
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
