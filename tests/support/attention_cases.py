@@ -1,12 +1,17 @@
 """Inputs of the op paged_attention: one set of shapes for every implementation, and its float32 reference."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jax import Array
+from jax.typing import DTypeLike
 
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.shapes import AttentionInputs, AttentionShape
+from pallas_kernels.paged_attention.shapes import AttentionInputs, AttentionShape, random_inputs
+from tests.support.tolerances import assert_close
 
 _BLOCK = 8
 
@@ -56,6 +61,40 @@ ATTENTION_CASES: dict[str, AttentionShape] = {
     "group_8": _groups(8, 16),
     "head_dim_not_a_power_of_two": _groups(3, 24),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Inputs of one shape and what they must give.
+
+    Attributes:
+      shape: sequences and heads.
+      inputs: arguments of the op.
+      expected: [num_tokens, num_q_heads, head_dim] float32 result of the reference on the same values.
+    """
+
+    shape: AttentionShape
+    inputs: AttentionInputs
+    expected: Array
+
+    def check(self, out: Array) -> None:
+        """Compares the rows of all tokens that belong to a sequence; the others must be finite."""
+        assert out.shape == self.inputs.q.shape
+        assert out.dtype == self.inputs.q.dtype
+        is_owned = owned_tokens(self.shape)
+        assert_close(np.asarray(out)[is_owned], np.asarray(self.expected)[is_owned])
+        assert np.isfinite(np.asarray(out, np.float32)).all(), "a row outside the tiles is not finite"
+
+
+def make_case(shape: AttentionShape, dtype: DTypeLike, rng: np.random.Generator) -> Case:
+    inputs = random_inputs(shape, dtype, rng)
+    return Case(shape, inputs, reference_output(inputs))
+
+
+@functools.cache
+def named_case(name: str, dtype: str = "float32") -> Case:
+    """One of `ATTENTION_CASES`, made once for all implementations; its numbers depend on its name only."""
+    return make_case(ATTENTION_CASES[name], dtype, np.random.default_rng(list(name.encode())))
 
 
 @jax.jit
