@@ -69,13 +69,12 @@ def pick_config(
     shrink_rows = min(16 if is_decode else 32, num_rows)
     shrink_columns = min(_power_of_two_factor(in_features), 128 // dtype_bytes)  # a row of 128 B fills a cache line
     num_loads = in_features // shrink_columns
-    # Prefill has tiles enough to fill the chip; decode does not.
-    splits = _largest_divisor(num_loads, at_most=4) if is_decode else 1
-    unroll = _largest_divisor(num_loads // splits, at_most=4)
+    columns = _expand_columns(num_tiles, widths)
+    # Prefill has tiles enough to fill the chip; decode does not. Every block of output columns reads v of all splits,
+    # so a wide output wants fewer of them.
+    splits = _largest_divisor(num_loads, at_most=2 if columns == 128 else 4) if is_decode else 1
+    unroll = _largest_divisor(num_loads // splits, at_most=2 if splits > 2 else 4)
     stage_bytes = (tile_size + shrink_rows) * shrink_columns * unroll * dtype_bytes
-    widest = min(_power_of_two_factor(width) for width in widths)
-    # Narrow blocks until there is a program for each of an H200's 132 SMs.
-    columns = 64 if sum(widths) // 64 * num_tiles >= 128 else 32
     return KernelConfig(
         shrink_rows=shrink_rows,
         shrink_columns=shrink_columns,
@@ -83,10 +82,17 @@ def pick_config(
         shrink_unroll=unroll,
         shrink_stages=min(max(_SHRINK_SHARED_BYTES // stage_bytes, 1), 4),
         expand_rows=min(128 // dtype_bytes if is_decode else 32, num_rows),
-        expand_columns=min(columns, widest),
-        expand_stages=2,
+        expand_columns=columns,
+        expand_stages=3,
         num_warps=4,
     )
+
+
+def _expand_columns(num_tiles: int, widths: tuple[int, ...]) -> int:
+    """The widest block of output columns that still gives each of an H200's 132 SMs a program."""
+    widest = min(_power_of_two_factor(width) for width in widths)
+    fills_chip = [columns for columns in (128, 64) if sum(widths) // columns * num_tiles >= 128]
+    return min(next(iter(fills_chip), 32), widest)
 
 
 def _check_supported(tile_size: int, slot_rank: int, in_features: int, widths: tuple[int, ...]) -> None:

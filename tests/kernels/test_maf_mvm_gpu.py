@@ -30,8 +30,11 @@ def as_float32(case: Case) -> Case:
     return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, case)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("num_tokens", [1, 32, 200])
+@pytest.mark.parametrize(
+    ("dtype", "num_tokens"),
+    [(jnp.bfloat16, 1), (jnp.bfloat16, 32), (jnp.bfloat16, 200), (jnp.float32, 32)],
+    ids=["bfloat16-1", "bfloat16-32", "bfloat16-200", "float32-32"],
+)
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_8b_shape_matches_the_reference(
     rng: np.random.Generator, dtype: Any, num_tokens: int, group: Group
@@ -39,15 +42,13 @@ def test_the_8b_shape_matches_the_reference(
     in_features, widths = named_shapes()["llama-3-8b"].group(group)
     problem = Problem(num_tokens=num_tokens, num_slots=16, in_features=in_features, widths=widths, dtype=dtype)
     case = make_case(rng, problem, mix_matrix(rng, "zipf", num_tokens, 16, mix_size=3))
-    expected = run(as_float32(case), "reference")
-    for implementation in ("pallas_triton", "dense", "loop"):
-        assert_close(run(case, implementation), expected, dtype)
     first, second = run(case, "pallas_triton"), run(case, "pallas_triton")
+    assert_close(first, run(as_float32(case), "reference"), dtype)
     assert np.asarray(first).tobytes() == np.asarray(second).tobytes()
 
 
 @pytest.mark.parametrize("model", ["smollm2-135m", "llama-3.2-1b", "llama-3.2-3b"])
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", ["qkv", "down"])
 def test_every_model_matches_the_reference(rng: np.random.Generator, model: str, group: Group) -> None:
     in_features, widths = named_shapes()[model].group(group)
     case = make_case(rng, Problem(num_tokens=70, in_features=in_features, widths=widths, dtype=jnp.bfloat16))

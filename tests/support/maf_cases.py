@@ -44,14 +44,12 @@ class Case:
 def mix_matrix(
     rng: np.random.Generator, mixes: Mixes, num_tokens: int, num_slots: int, num_gates: int = 1, mix_size: int = 2
 ) -> np.ndarray:
-    """[num_tokens, num_gates, num_slots] float32 weights in ±[0.2, 1.5].
+    """[num_tokens, num_gates, num_slots] float32 weights in ±[0.2, 1].
 
     identical: every token uses the same slots; distinct: token t uses slot t alone; uniform: `mix_size` slots each, at
     random; zipf: at random with popularity 1/rank; skewed: all use slot 0, every fourth token one more.
     """
-    weights = rng.uniform(0.2, 1.5, (num_tokens, num_gates, num_slots)) * rng.choice(
-        [-1, 1], (num_tokens, 1, num_slots)
-    )
+    weights = rng.uniform(0.2, 1, (num_tokens, num_gates, num_slots)) * rng.choice([-1, 1], (num_tokens, 1, num_slots))
     is_used = np.zeros((num_tokens, num_slots), bool)
     popularity = 1 / np.arange(1, num_slots + 1)
     for t in range(num_tokens):
@@ -82,7 +80,7 @@ def make_case(rng: np.random.Generator, problem: Problem, weights: np.ndarray | 
 
     a = normal(p.num_layers, p.num_slots, rows, p.in_features, size=p.in_features**-0.5)
     b = normal(p.num_layers, p.num_slots, p.slot_rank, out_features, size=p.slot_rank**-0.5)
-    scale = rng.uniform(0.25, 2, (p.num_layers, p.num_slots, len(p.widths))).astype(np.float32)
+    scale = rng.uniform(0.25, 1, (p.num_layers, p.num_slots, len(p.widths))).astype(np.float32)
     unused = ~(weights != 0).any((0, 1))
     for array in (a, b, scale):
         array[:, unused] = np.nan
