@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from dymerge_jax.gating import GateArray
 from dymerge_jax.kv_cache import KVCache, empty_cache
@@ -40,6 +40,27 @@ class GenerateOutput:
 
     tokens: Int[Array, "num_seqs max_new_tokens"]
     lengths: Int[Array, " num_seqs"]
+
+
+@pytree_dataclass
+class _DecodeState:
+    """Carry of the decode loop.
+
+    Attributes:
+      step: [] int32, tokens written so far.
+      current: [num_seqs] int32, each row's next token to write and to run.
+      lengths: [num_seqs] int32, tokens written, per row.
+      is_done: [num_seqs] bool, rows whose current token is an end token, or that ended before.
+      tokens: [num_seqs, max_new_tokens] int32.
+      cache: keys and values.
+    """
+
+    step: Int[Array, ""]
+    current: Int[Array, " num_seqs"]
+    lengths: Int[Array, " num_seqs"]
+    is_done: Bool[Array, " num_seqs"]
+    tokens: Int[Array, "num_seqs max_new_tokens"]
+    cache: KVCache
 
 
 def _block_tables(num_seqs: int, max_len: int) -> Int[Array, "num_seqs blocks_per_seq"]:
@@ -129,34 +150,44 @@ def generate_tokens(
             return jnp.argmax(logits, axis=1).astype(jnp.int32)
         return pick_tokens(logits, sampling, jnp.broadcast_to(step, (num_seqs,)))
 
-    def is_stop(tokens: Int[Array, " num_seqs"]) -> Array:
+    def is_stop(tokens: Int[Array, " num_seqs"]) -> Bool[Array, " num_seqs"]:
         return (tokens[:, None] == jnp.asarray(stop_ids, jnp.int32)[None, :]).any(1)
 
-    def body(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        step, current, lengths, done, tokens, cache = carry
-        tokens = tokens.at[:, step].set(jnp.where(done, 0, current))
-        lengths = lengths + jnp.logical_not(done).astype(jnp.int32)
+    def decode(s: _DecodeState) -> _DecodeState:
+        is_live = jnp.logical_not(s.is_done)
         work = StepBatch(
-            tokens=current,
+            tokens=s.current,
             rows=rows,
             seq_starts=rows,
-            seq_lens=jnp.logical_not(done).astype(jnp.int32),
-            context_lens=batch.lengths + step,
+            seq_lens=is_live.astype(jnp.int32),
+            context_lens=batch.lengths + s.step,
             use_last_token=jnp.zeros((num_seqs,), bool),
         )
-        hidden, cache = hidden_states(model, cache, slots, gates, mix, tables, current, work, implementations)
-        following = pick(hidden, step + 1)
-        return step + 1, following, lengths, done | is_stop(following), tokens, cache
+        hidden, cache = hidden_states(model, s.cache, slots, gates, mix, tables, s.current, work, implementations)
+        following = pick(hidden, s.step + 1)
+        return _DecodeState(
+            step=s.step + 1,
+            current=following,
+            lengths=s.lengths + is_live.astype(jnp.int32),
+            is_done=s.is_done | is_stop(following),
+            tokens=s.tokens.at[:, s.step].set(jnp.where(is_live, s.current, 0)),
+            cache=cache,
+        )
 
-    def goes_on(carry: tuple[Array, ...]) -> Array:
-        step, _, _, done, *_ = carry
-        return (step < max_new_tokens) & jnp.logical_not(done.all())
+    def goes_on(s: _DecodeState) -> Bool[Array, ""]:
+        return (s.step < max_new_tokens) & jnp.logical_not(s.is_done.all())
 
     first = pick(last, jnp.int32(0))
-    zeros = jnp.zeros((num_seqs,), jnp.int32)
-    start = (jnp.int32(0), first, zeros, is_stop(first), jnp.zeros((num_seqs, max_new_tokens), jnp.int32), cache)
-    _, _, lengths, _, tokens, _ = jax.lax.while_loop(goes_on, body, start)
-    return GenerateOutput(tokens=tokens, lengths=lengths)
+    start = _DecodeState(
+        step=jnp.int32(0),
+        current=first,
+        lengths=jnp.zeros((num_seqs,), jnp.int32),
+        is_done=is_stop(first),
+        tokens=jnp.zeros((num_seqs, max_new_tokens), jnp.int32),
+        cache=cache,
+    )
+    end = jax.lax.while_loop(goes_on, decode, start)
+    return GenerateOutput(tokens=end.tokens, lengths=end.lengths)
 
 
 def uniform_sampling(

@@ -36,7 +36,10 @@ def ints(*shape: int) -> jax.ShapeDtypeStruct:
 def compile_step(
     h200: H200, size: str, dtype: Any, num_tokens: int, num_seqs: int, *, gated: bool
 ) -> tuple[Any, int, int]:
-    """Compiles two layers of a named size; returns the program, the cache's bytes and those of the smallest array of slots or blocks."""
+    """Compiles two layers of a named size.
+
+    Returns the program, the bytes of the cache, and those of the smallest array of slots or blocks.
+    """
     config = dataclasses.replace(named_config(size), num_layers=2, vocab=4096)
     model = abstract_model(config, dtype)
     cache = jax.eval_shape(lambda: empty_cache(config, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype))

@@ -1,0 +1,126 @@
+"""Sampling on the device against plain numpy, and its independence of the batch."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dymerge_jax.sampling import SamplingParams, pick_tokens, sample_step
+
+VOCAB = 50
+
+
+def params(n: int, **fields: list) -> SamplingParams:
+    values = {"temperature": [1.0] * n, "top_k": [0] * n, "top_p": [1.0] * n, "min_p": [0.0] * n, "seeds": range(n)}
+    values |= fields
+    return SamplingParams(
+        temperature=jnp.asarray(values["temperature"], jnp.float32),
+        top_k=jnp.asarray(values["top_k"], jnp.int32),
+        top_p=jnp.asarray(values["top_p"], jnp.float32),
+        min_p=jnp.asarray(values["min_p"], jnp.float32),
+        seeds=jnp.asarray(list(values["seeds"]), jnp.uint32),
+    )
+
+
+def draw(logits: np.ndarray, count: int, **fields: float) -> np.ndarray:
+    """`count` draws of one row of logits, each with a seed of its own."""
+    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, logits.size))
+    p = params(count, **{k: [v] * count for k, v in fields.items()})
+    return np.asarray(pick_tokens(rows, p, jnp.zeros((count,), jnp.int32)))
+
+
+@pytest.fixture
+def logits(rng: np.random.Generator) -> np.ndarray:
+    return rng.normal(size=VOCAB).astype(np.float32) * 2
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def test_temperature_zero_takes_the_highest_logit_whatever_the_other_fields(logits) -> None:
+    tokens = draw(logits, 8, temperature=0.0, top_k=3, top_p=0.5, min_p=0.1)
+    assert (tokens == logits.argmax()).all()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_softmax_of_the_scaled_logits(logits, temperature) -> None:
+    count = 4000
+    observed = np.bincount(draw(logits, count, temperature=temperature), minlength=VOCAB) / count
+    expected = softmax(logits / temperature)
+    assert np.abs(observed - expected).max() < 4 * np.sqrt(0.25 / count)
+
+
+def test_top_k_keeps_only_the_k_likeliest(logits) -> None:
+    assert set(draw(logits, 500, temperature=5.0, top_k=4)) == set(np.argsort(-logits)[:4])
+
+
+def test_top_k_above_the_vocabulary_keeps_all(logits) -> None:
+    assert len(set(draw(logits, 2000, temperature=50.0, top_k=1000))) == VOCAB
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it(logits) -> None:
+    order = np.argsort(-logits)
+    reached = np.cumsum(softmax(logits)[order])
+    nucleus = set(order[: int(np.searchsorted(reached, 0.6)) + 1])
+    assert set(draw(logits, 1000, top_p=0.6)) == nucleus
+
+
+def test_top_p_counts_what_top_k_left() -> None:
+    logits = np.log(np.asarray([0.4, 0.3, 0.2, 0.1], np.float32))
+    # Of the two likeliest, 0.4/0.7 = 0.57 reaches 0.5 alone; of all four, 0.4 does not.
+    assert set(draw(logits, 200, top_k=2, top_p=0.5)) == {0}
+    assert set(draw(logits, 200, top_p=0.5)) == {0, 1}
+
+
+def test_min_p_drops_what_is_less_likely_than_its_share_of_the_likeliest(logits) -> None:
+    probs = softmax(logits)
+    assert set(draw(logits, 3000, min_p=0.2)) == set(np.flatnonzero(probs >= 0.2 * probs.max()))
+
+
+def test_a_row_draws_the_same_token_whatever_its_batch(rng) -> None:
+    logits = jnp.asarray(rng.normal(size=(5, VOCAB)), jnp.float32)
+    steps = jnp.arange(5, dtype=jnp.int32)
+    together = np.asarray(pick_tokens(logits, params(5), steps))
+    for i in range(5):
+        alone = pick_tokens(logits[i : i + 1], params(1, seeds=[i]), steps[i : i + 1])
+        assert int(alone[0]) == together[i]
+
+
+def test_the_same_seed_draws_anew_at_every_step() -> None:
+    flat = np.zeros(VOCAB, np.float32)
+    rows = jnp.broadcast_to(jnp.asarray(flat), (40, VOCAB))
+    tokens = np.asarray(pick_tokens(rows, params(40, seeds=[7] * 40), jnp.arange(40, dtype=jnp.int32)))
+    assert len(set(tokens)) > 15
+
+
+def test_only_sampled_sequences_change_the_last_tokens(rng) -> None:
+    logits = jnp.asarray(rng.normal(size=(3, VOCAB)), jnp.float32)
+    last = jnp.asarray([-1, -2, -3, -4], jnp.int32)
+    rows = jnp.asarray([2, 0, 0], jnp.int32)
+    is_sampled = jnp.asarray([True, True, False])
+    sampled, last = sample_step(
+        logits, last, rows, is_sampled, params(4), jnp.zeros((3,), jnp.int32), is_greedy=True, with_logprobs=False
+    )
+    best = np.asarray(logits).argmax(1)
+    np.testing.assert_array_equal(np.asarray(sampled.tokens), best)
+    np.testing.assert_array_equal(np.asarray(last), [best[1], -2, best[0], -4])
+
+
+def test_logprobs_are_those_of_the_unscaled_model(rng) -> None:
+    logits = rng.normal(size=(2, VOCAB)).astype(np.float32)
+    sampled, _ = sample_step(
+        jnp.asarray(logits),
+        jnp.zeros((2,), jnp.int32),
+        jnp.arange(2, dtype=jnp.int32),
+        jnp.asarray([True, True]),
+        params(2, temperature=[0.3, 0.0], top_k=[2, 0]),
+        jnp.zeros((2,), jnp.int32),
+        is_greedy=False,
+        with_logprobs=True,
+    )
+    want = np.log(np.stack([softmax(row) for row in logits]))
+    tokens = np.asarray(sampled.tokens)
+    np.testing.assert_allclose(np.asarray(sampled.logprobs), want[[0, 1], tokens], atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(sampled.top_tokens)[:, 0], logits.argmax(1))
+    np.testing.assert_allclose(np.asarray(sampled.top_logprobs), -np.sort(-want, axis=1)[:, :20], atol=1e-5)
