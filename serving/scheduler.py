@@ -395,11 +395,9 @@ class _Draft:
         self.budget -= chunk.num_tokens
 
     def drop(self, request: Request) -> None:
-        """Takes back the chunk of a request that is preempted, if it has one."""
+        """Takes back the chunk of a request that is preempted, if it has one; the step runs with less."""
         self.preempted.append(request)
-        chunk = self.chunks.pop(request.request_id, None)
-        if chunk is not None:
-            self.budget += chunk.num_tokens
+        self.chunks.pop(request.request_id, None)
 
 
 @dataclasses.dataclass

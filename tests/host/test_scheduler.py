@@ -5,9 +5,18 @@ import random
 import pytest
 
 from serving.errors import InvalidRequestError
+from serving.plan import StepPlan
 from serving.policies import Fifo
 from serving.request import FinishReason, Phase
 from tests.support.host import FakeEngine, admit, admitted, check_finished, make_request, make_scheduler
+
+
+def step_until_preempted(engine: FakeEngine) -> StepPlan:
+    for _ in range(50):
+        plan = engine.step(1.0)
+        if plan.preempted:
+            return plan
+    raise AssertionError("no step preempted")
 
 
 def test_a_long_prompt_is_cut_into_chunks_and_only_the_last_one_samples():
@@ -126,8 +135,7 @@ def test_the_last_arrival_is_preempted_and_waits_with_its_arrival_time():
     requests = [make_request(name, num_prompt=8, max_tokens=12, arrival_s=i) for i, name in enumerate("ab")]
     for request in requests:
         scheduler.add(request)
-    while not (plan := engine.step(1.0)).preempted:
-        pass
+    plan = step_until_preempted(engine)
     assert plan.preempted == (requests[1],)
     assert requests[1].phase is Phase.WAITING
     assert requests[1].arrival_s == 1
@@ -185,16 +193,38 @@ def test_the_oldest_request_is_never_preempted(rng):
 
 
 def test_a_chosen_request_gives_up_its_chunk_when_an_older_prefill_needs_its_blocks():
-    scheduler = make_scheduler(num_blocks=5, block_size=4, max_num_batched_tokens=8, max_num_seqs=3, max_model_len=21)
+    scheduler = make_scheduler(num_blocks=13, block_size=4, max_num_batched_tokens=4)
     engine = FakeEngine(scheduler)
-    old = make_request("old", num_prompt=16, max_tokens=4, arrival_s=0.0)
-    young = make_request("young", num_prompt=3, max_tokens=16, arrival_s=1.0)
+    old = make_request("old", num_prompt=40, max_tokens=4, arrival_s=0.0)
+    young = make_request("young", num_prompt=3, max_tokens=30, arrival_s=1.0)  # but the first to be admitted
     scheduler.add(young)
-    for _ in range(3):
-        engine.step(1.0)
+    engine.step(1.0)
     scheduler.add(old)
+    plan = step_until_preempted(engine)
+    assert plan.preempted == (young,)
+    assert len(engine.positions["young", 1]) % 4 > 0, "it had room for its next token, so it had been chosen"
+    assert [chunk.request for chunk in plan.chunks] == [old]
     engine.run(now_s=1.0)
     check_finished(engine, [old, young])
+
+
+def test_a_step_that_is_short_of_blocks_admits_nobody():
+    def run(num_steps: int | None) -> tuple[int, list[str]]:
+        """Steps until one preempts; a request that would fit comes before the step number `num_steps`."""
+        scheduler = make_scheduler(num_blocks=6, block_size=4)
+        for i, name in enumerate(["old", "young"]):
+            scheduler.add(make_request(name, num_prompt=8, max_tokens=12, arrival_s=float(i)))
+        engine = FakeEngine(scheduler)
+        for step in range(100):
+            if step == num_steps:
+                scheduler.add(make_request("tiny", num_prompt=1, max_tokens=1, arrival_s=0.5))
+            plan = engine.step(1.0)
+            if plan.preempted:
+                return step, [chunk.request.request_id for chunk in plan.chunks]
+        raise AssertionError("no step preempted")
+
+    num_steps, _ = run(None)
+    assert run(num_steps) == (num_steps, ["old"])
 
 
 @pytest.mark.parametrize("num_steps", range(4))

@@ -88,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    derandomize=True, database=None, deadline=None, max_examples=100, stateful_step_count=25
+    derandomize=True, database=None, deadline=None, max_examples=60, stateful_step_count=25
 )
 TestSchedulerUnderShortage = SchedulerMachine.TestCase
 
