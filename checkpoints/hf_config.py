@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from checkpoints.errors import CheckpointError, MissingFileError, refuse_if
 from checkpoints.files import read_json
@@ -116,10 +116,10 @@ class _Fields:
         value = self.content.get(name)
         if value is None and default is not None:
             return default
-        if not _is_int(value):
-            self.problems.append(f"{name} is {self._shown(name)}; an integer was expected")
-            return 0
-        return value
+        if _is_int(value):
+            return value
+        self.problems.append(f"{name} is {self._shown(name)}; an integer was expected")
+        return 0
 
     def number(self, name: str, default: float) -> float:
         value = self.content.get(name)
@@ -231,7 +231,7 @@ def _stated_dtype(content: dict[str, Any]) -> str | None:
     return stated if stated in ("float32", "bfloat16", "float16") else None
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

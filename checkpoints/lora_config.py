@@ -20,11 +20,12 @@ _UNSUPPORTED = {
     "arrow_config": "Arrow routes between adapters",
     "kasa_config": "KaSA changes the base weights and adds a diagonal",
     "monteclora_config": "MonteCLoRA samples its weights",
+    "velora_config": "VeLoRA saves tensors of its training beside A and B",
 }
 
 _KNOWN_VARIANT_FIELDS = {
-    # Settings of initialisations or of training: the forward pass is plain LoRA.
-    "use_rslora", "corda_config", "eva_config", "loftq_config", "lora_ga_config", "velora_config", "runtime_config",
+    # Settings of initialisations: the forward pass is plain LoRA.
+    "use_rslora", "corda_config", "eva_config", "loftq_config", "lora_ga_config", "runtime_config",
 }  # fmt: skip
 
 _NEUTRAL_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")

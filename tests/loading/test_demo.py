@@ -61,7 +61,7 @@ def test_the_demo_weights_are_those_of_transformers_own_reader(demo: LoadedModel
         "up": demo.params["layers"][29]["gate_up"][3, [1536, 1537]],
     }
     for name, values in picked.items():
-        np.testing.assert_array_equal(values, np.float32(PICKED[name]), err_msg=name)
+        np.testing.assert_array_equal(values, np.array(PICKED[name], np.float32), err_msg=name)
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_the_demo_tokenizer_splits_digits_and_renders_chat(demo: LoadedModel) ->
     assert tokenizer("a  1")["input_ids"] == [81, 256, 33]
     assert tokenizer("x\n\n2")["input_ids"] == [104, 1116, 34]
     chat = [{"role": "user", "content": "Items: lamp, river, stone"}]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert text.endswith("<|im_start|>user\nItems: lamp, river, stone<|im_end|>\n<|im_start|>assistant\n")
 

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from gguf import GGUFWriter, TokenType
-from gguf.quants import GGMLQuantizationType, quantize
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quantize
 
 from checkpoints.errors import CheckpointError
 from checkpoints.formats import load_model

@@ -36,7 +36,8 @@ def write(tmp_path: Path) -> WriteAdapter:
     """Writes an adapter of rank 4 and alpha 8, unless told otherwise."""
 
     def write_one(**kwargs: Any) -> Path:
-        return write_adapter(tmp_path / "a", TINY, **({"rank": 4, "alpha": 8, "seed": 1} | kwargs))
+        settings: dict[str, Any] = {"rank": 4, "alpha": 8, "seed": 1} | kwargs
+        return write_adapter(tmp_path / "a", TINY, **settings)
 
     return write_one
 
@@ -199,7 +200,7 @@ def test_inspecting_tells_rank_and_bytes_without_reading_tensors(write: WriteAda
 
 def test_equal_weights_hash_alike_and_any_change_tells(tmp_path: Path) -> None:
     def hash_of(name: str, **kwargs: Any) -> str:
-        settings = {"rank": 4, "alpha": 8, "seed": 1} | kwargs
+        settings: dict[str, Any] = {"rank": 4, "alpha": 8, "seed": 1} | kwargs
         return load_adapter(write_adapter(tmp_path / name, TINY, **settings), TINY).content_hash
 
     half = {key: t.astype(np.float16) for key, t in adapter_tensors(TINY, rank=4, seed=1).items()}
@@ -300,7 +301,8 @@ def test_c4_lora_on_embedding_or_head_is_refused(write: WriteAdapter) -> None:
         ("fan_in_fan_out", True), ("layer_replication", [[0, 2]]), ("use_qalora", True),
         ("alora_invocation_tokens", [5]), ("megatron_config", {"x": 1}), ("target_parameters", ["w"]),
         ("use_bdlora", {"nblocks": 2}), ("arrow_config", {"top_k": 3}), ("kasa_config", {"beta": 1}),
-        ("monteclora_config", {"x": 1}), ("use_new_idea", True), ("new_idea_config", {"x": 1}),
+        ("monteclora_config", {"x": 1}), ("velora_config", {"x": 1}),
+        ("use_new_idea", True), ("new_idea_config", {"x": 1}),
         ("init_lora_weights", "pissa"), ("init_lora_weights", "pissa_niter_4"), ("init_lora_weights", "olora"),
         ("init_lora_weights", "corda"), ("init_lora_weights", "loftq"), ("init_lora_weights", "lora_ga"),
         ("init_lora_weights", "brand_new"),
