@@ -215,6 +215,21 @@ class Scheduler:
             request.num_computed_tokens += chunk.num_tokens
             request.num_in_flight += chunk.samples
 
+    def fail(self, plan: StepPlan) -> list[Request]:
+        """Takes back a plan whose step failed, the KV blocks and the tokens in flight being lost with it.
+
+        Returns:
+          The requests that end with reason ERROR: all that run, and those that wait with a token in flight. The
+          adapters that the plan was to load are not resident; the other waiting requests wait on.
+        """
+        lost = [*self._running, *(request for request in self._waiting if request.num_in_flight > 0)]
+        for request in lost:
+            self.finish(request, FinishReason.ERROR)
+        for load in plan.loads:
+            if load.adapter_id in self.slot_cache.resident:
+                self.slot_cache.remove(load.adapter_id)
+        return lost
+
     def check_integrity(self) -> None:
         """Checks that rows, blocks and pins are each owned by exactly the running requests that should own them."""
         self.block_pool.check_integrity()

@@ -227,6 +227,42 @@ def test_a_step_that_is_short_of_blocks_admits_nobody():
     assert run(num_steps) == (num_steps, ["old"])
 
 
+def test_a_failed_step_ends_those_who_ran_and_leaves_no_adapter_that_was_not_loaded():
+    scheduler = make_scheduler(max_num_seqs=2)
+    requests = [make_request(name, *adapters) for name, adapters in [("one", "a"), ("two", "bc"), ("three", "b")]]
+    scheduler.add(requests[0])
+    admit(scheduler)
+    for request in requests[1:]:
+        scheduler.add(request)
+    plan = scheduler.plan(0.0)
+    assert plan.loads
+    lost = scheduler.fail(plan)
+    assert requests[0] in lost
+    assert len(lost) == 2
+    assert {request.finish_reason for request in lost} == {FinishReason.ERROR}
+    assert set(scheduler.slot_cache.resident) == {"a"}
+    scheduler.check_integrity()
+    assert len(admit(scheduler)) == 1
+
+
+def test_a_failed_step_ends_a_preempted_request_whose_token_it_lost():
+    scheduler = make_scheduler(num_blocks=6, block_size=4)
+    old, young = (make_request(name, num_prompt=8, max_tokens=12, arrival_s=i) for i, name in enumerate(["o", "y"]))
+    scheduler.add(old)
+    scheduler.add(young)
+    scheduler.add(make_request("waiting", num_prompt=8, arrival_s=2.0))
+    plan = scheduler.plan(3.0)
+    while not plan.preempted:
+        scheduler.on_dispatched(plan)
+        for request in (old, young):
+            if request.num_in_flight > 1:
+                request.commit_token(0)
+        plan = scheduler.plan(3.0)
+    assert young.num_in_flight == 1
+    assert scheduler.fail(plan) == [old, young]
+    assert admit(scheduler, now_s=3.0) == ["waiting"]
+
+
 @pytest.mark.parametrize("num_steps", range(4))
 def test_an_aborted_request_gives_back_everything_in_every_phase(num_steps: int):
     scheduler = make_scheduler(max_num_batched_tokens=4)
