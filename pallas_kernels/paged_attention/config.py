@@ -72,10 +72,15 @@ def kernel_config(
       max_context: tokens that one row of the block table can hold.
       dtype: of q and of the cache.
     """
+    num_rows = tile_size * q_per_kv
     is_float32 = jnp.dtype(dtype) == jnp.float32
-    # Float32 products run without tensor cores and need twice the shared memory: parity, not speed.
-    chunk_tokens = 32 if is_float32 or head_dim > 128 else 64
-    num_warps = 8 if tile_size * q_per_kv > 64 else 4
+    if is_float32:
+        # Products run without tensor cores and unrolled: parity, not speed, and large ones take half a minute to compile.
+        chunk_tokens = 32 if num_rows <= 64 else 16
+    else:
+        chunk_tokens = 64 if head_dim <= 128 else 32
+    # Measured on an H200 at 4 x 512 tokens: 8 warps lose 10 % at 128 rows and are level at 256, where 4 would spill.
+    num_warps = 8 if num_rows > 128 else 4
     return KernelConfig(
         chunk_tokens=chunk_tokens,
         num_splits=_num_splits(num_tiles * num_kv_heads, -(-max_context // chunk_tokens)),
