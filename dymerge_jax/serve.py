@@ -12,10 +12,10 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from serving.config import DTypeName, EngineConfig, SchedulerName
 
@@ -44,19 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # only its tokenizers are used: it misses no torch
-    signal.signal(signal.SIGTERM, _interrupt)  # like Ctrl-C while loading; once it serves, the server has its own
+    _handle_signals(_quit)
     try:
         serve(options)
-    except KeyboardInterrupt:
-        return 130
     except (ValueError, TypeError, OSError) as error:
         logger.debug("start failed", exc_info=True)
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
-def serve(options: argparse.Namespace) -> None:
+def serve(options: argparse.Namespace) -> NoReturn:
     """Loads everything, serves until it is stopped, and ends the process.
 
     Raises:
@@ -170,10 +167,11 @@ def run(
         sys.stdout.flush()
 
     server = Server(app, async_engine, server_config, announce)
+    _handle_signals(_interrupt)
     try:
         server.run(sockets=[bound])
-    except KeyboardInterrupt:
-        logger.info("stopped")  # uvicorn raises the signal again once everything has ended
+    except KeyboardInterrupt:  # uvicorn raises the signal again once everything has ended
+        logger.info("stopped")
     if not async_engine.stop():
         logger.warning("a step of the engine is still running; ending without it")
 
@@ -209,7 +207,18 @@ def _listen(config: "ServerConfig") -> socket.socket:
         ) from error
 
 
-def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+def _handle_signals(handler: Callable[[int, FrameType | None], object]) -> None:
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, handler)
+
+
+def _quit(signal_number: int, frame: FrameType | None) -> NoReturn:
+    """While loading there is nothing to save, and an exception would wait for the compiler's threads."""
+    os.write(2, b"\nstopped while starting\n")
+    os._exit(130)
+
+
+def _interrupt(signal_number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 

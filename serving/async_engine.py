@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Protocol
 
 from serving.errors import EngineError, OverloadedError, ServingError, UnavailableError
@@ -139,7 +139,7 @@ class AsyncEngine:
             raise
         return generation
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput]:
         """Outputs of one request; closing the iterator, or cancelling its reader, aborts the request."""
         generation = await self.submit([request])
         with contextlib.closing(generation):

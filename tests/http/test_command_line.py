@@ -27,11 +27,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def sigterm() -> Iterator[None]:
-    """`main` takes over SIGTERM."""
-    before = signal.getsignal(signal.SIGTERM)
+def own_signals() -> Iterator[None]:
+    """`main` takes over SIGINT and SIGTERM."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: object) -> str:
     return next(line for line in error.splitlines() if "error: " in line)
 
 
-@pytest.mark.usefixtures("sigterm")
+@pytest.mark.usefixtures("own_signals")
 def test_what_is_missing_at_start_is_named(capsys: pytest.CaptureFixture[str], tiny: Path, tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     assert str(nowhere) in refusal(capsys, "--port", 0, "--model", nowhere)
@@ -60,7 +61,7 @@ def test_what_is_missing_at_start_is_named(capsys: pytest.CaptureFixture[str], t
     assert str(nowhere) in refusal(capsys, "--port", 0, "--model", tiny, "--gated-sets", nowhere)
 
 
-@pytest.mark.usefixtures("sigterm")
+@pytest.mark.usefixtures("own_signals")
 def test_an_adapter_that_cannot_be_served_stops_the_start(
     capsys: pytest.CaptureFixture[str], tiny: Path, tmp_path: Path
 ) -> None:
@@ -70,7 +71,7 @@ def test_an_adapter_that_cannot_be_served_stops_the_start(
     assert "--adapter-slots" in text
 
 
-@pytest.mark.usefixtures("sigterm")
+@pytest.mark.usefixtures("own_signals")
 def test_a_port_in_use_is_found_out_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -79,7 +80,7 @@ def test_a_port_in_use_is_found_out_before_anything_is_loaded(
         assert f"port {port}" in refusal(capsys, "--port", port, "--model", tmp_path / "nowhere")
 
 
-@pytest.mark.usefixtures("sigterm")
+@pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -178,6 +179,25 @@ class Process:
         self.process.send_signal(signal_number)
         _, log = self.process.communicate(timeout=30)
         return self.process.returncode, time.monotonic() - start_s, log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_starting_ends_at_once(tiny: Path, signal_number: int) -> None:
+    command = [sys.executable, "-m", "dymerge_jax.serve", "--model", str(tiny), "--port", "0"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    assert process.stderr is not None
+    log = b""
+    while b"compiling" not in log:  # the progress bar: many programs are left
+        log += (chunk := os.read(process.stderr.fileno(), 4096))
+        assert chunk, log
+    start_s = time.monotonic()
+    process.send_signal(signal_number)
+    _, rest = process.communicate(timeout=30)
+    assert time.monotonic() - start_s < 2
+    assert process.returncode == 130
+    assert b"Traceback" not in log + rest
 
 
 def stream_for_long(url: str) -> Any:

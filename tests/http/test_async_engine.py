@@ -1,0 +1,103 @@
+"""The engine's thread as seen from asyncio, without HTTP."""
+
+import asyncio
+import time
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from serving.async_engine import AsyncEngine
+from serving.errors import InvalidRequestError, UnavailableError
+from serving.request import FinishReason, Mix, Request, SamplingParams
+from tests.http.fake_engine import FakeEngine, answer
+
+
+def request(request_id: str = "r", max_tokens: int = 5) -> Request:
+    return Request(request_id, [5, 6], SamplingParams(max_tokens=max_tokens), Mix(), time.monotonic())
+
+
+@pytest.fixture
+def engine(tokenizer: PreTrainedTokenizerFast) -> FakeEngine:
+    return FakeEngine(tokenizer, step_s=0.005)
+
+
+async def until_idle(engine: FakeEngine) -> None:
+    async with asyncio.timeout(2):
+        while engine.held:
+            await asyncio.sleep(0.01)
+
+
+def test_generate_gives_the_outputs_of_a_request_in_order(engine: FakeEngine) -> None:
+    async def run() -> None:
+        async_engine = AsyncEngine(engine)
+        async_engine.start()
+        outputs = [output async for output in async_engine.generate(request())]
+        assert "".join(o.text for o in outputs) == answer(engine.tokenizer, request(), 5)
+        assert [o.finish_reason for o in outputs] == [None] * 4 + [FinishReason.LENGTH]
+        assert async_engine.num_requests == 0
+        assert async_engine.stop()
+
+    asyncio.run(run())
+
+
+def test_closing_the_iterator_or_cancelling_its_reader_aborts_the_request(engine: FakeEngine) -> None:
+    async def read(async_engine: AsyncEngine, request_id: str) -> None:
+        async for _ in async_engine.generate(request(request_id, max_tokens=1000)):
+            pass
+
+    async def run() -> None:
+        async_engine = AsyncEngine(engine)
+        async_engine.start()
+        outputs = async_engine.generate(request("closed", max_tokens=1000))
+        await anext(outputs)
+        await outputs.aclose()
+        reader = asyncio.create_task(read(async_engine, "cancelled"))
+        await asyncio.sleep(0.05)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        await until_idle(engine)
+        assert engine.aborted == ["closed", "cancelled"]
+        assert async_engine.stop()
+
+    asyncio.run(run())
+
+
+def test_requests_submitted_together_run_together_or_not_at_all(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_request = engine.add_request
+
+    def refuse_second(new: Request) -> None:
+        if new.request_id == "second":
+            raise InvalidRequestError("too long", param="prompt")
+        add_request(new)
+
+    async def run() -> None:
+        async_engine = AsyncEngine(engine)
+        async_engine.start()
+        with pytest.raises(InvalidRequestError, match="too long"):
+            await async_engine.submit([request("first"), request("second")])
+        await until_idle(engine)
+        assert engine.aborted == ["first"]
+        assert async_engine.num_requests == 0
+        assert async_engine.is_healthy
+        assert async_engine.stop()
+
+    monkeypatch.setattr(engine, "add_request", refuse_second)
+    asyncio.run(run())
+
+
+def test_a_draining_engine_takes_no_more_requests(engine: FakeEngine) -> None:
+    async def run() -> None:
+        async_engine = AsyncEngine(engine)
+        async_engine.start()
+        generation = await async_engine.submit([request(max_tokens=1000)])
+        await async_engine.drain(0.05)
+        assert [o.finish_reason async for o in generation][-1] is FinishReason.ABORT
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await async_engine.submit([request("late")])
+        await until_idle(engine)
+        assert async_engine.stop()
+
+    asyncio.run(run())
