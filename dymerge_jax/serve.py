@@ -111,6 +111,16 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     return engine, loaded, registry
 
 
+def keep_compiled_programs() -> None:
+    """Lets the next start take its programs from a folder, unless JAX_COMPILATION_CACHE_DIR names another."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(caches / "dymerge_jax" / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
 def unique_names(sources: "Iterable[tuple[str, Path]]") -> list[tuple[str, Path]]:
     """The adapters of all --adapters flags.
 

@@ -125,9 +125,8 @@ class Engine:
         self._implementations = implementations
         self._clock = clock
         self._gated_set_ids = {s.name: i for i, s in enumerate(self.gated_sets)}
-        # Kernels want at least one slot; the slot cache never hands it out when there are none.
-        num_slots = max(1, config.adapter_slots)
-        self._slots = empty_slots(model.config, num_slots=num_slots, slot_rank=config.slot_rank, dtype=model.dtype)
+        self._make_slots()
+        num_slots = self._slots.num_slots
         self._gates = build_gate_array(model.config, self.gated_sets, num_slots=num_slots)
         num_blocks = config.num_blocks or _blocks_that_fit(model, config)
         self.max_model_len = _max_model_len(model, config, num_blocks)
@@ -218,6 +217,15 @@ class Engine:
         self._slots = write_slot(self._slots, 0, content)
         jax.block_until_ready(self._last_tokens)
 
+    def _make_slots(self) -> None:
+        # Kernels want at least one slot; the slot cache never hands it out when there are none.
+        self._slots = empty_slots(
+            self.model.config,
+            num_slots=max(1, self.config.adapter_slots),
+            slot_rank=self.config.slot_rank,
+            dtype=self.model.dtype,
+        )
+
     def _make_cache(self) -> None:
         config = self.config
         self._cache = empty_cache(
@@ -254,18 +262,41 @@ class Engine:
     # One step
 
     def step(self) -> list[RequestOutput]:
-        """Dispatches the next step, then reads the tokens of the step before; returns what is new."""
-        plan = self.scheduler.plan(self._clock())
+        """Dispatches the next step, then reads the tokens of the step before; returns what is new.
+
+        If anything fails on the way, every running request ends with reason ERROR, the device's state is made anew
+        where it was lost, and the exception goes on to the caller; waiting requests and later ones can run.
+        """
+        plan = StepPlan()
+        try:
+            plan = self.scheduler.plan(self._clock())
+            outputs = self._carry_out(plan)
+        except Exception:
+            self._give_up(plan)
+            raise
+        self._observe()
+        if not self.has_work:
+            self.scheduler.check_integrity()
+        return outputs
+
+    def _carry_out(self, plan: StepPlan) -> list[RequestOutput]:
         dispatched = None
         if not plan.is_empty:
             dispatched = self._dispatch(plan)
             self.scheduler.on_dispatched(plan)
         before, self._in_flight = self._in_flight, dispatched
-        outputs = self._commit(before) if before is not None else []
-        self._observe()
-        if not self.has_work:
-            self.scheduler.check_integrity()
-        return outputs
+        return self._commit(before) if before is not None else []
+
+    def _give_up(self, plan: StepPlan) -> None:
+        self._in_flight = None
+        for request in self.scheduler.fail(plan):
+            self._forget(request)
+        if any(array.is_deleted() for array in (*self._cache.layers, self._last_tokens)):
+            self._make_cache()
+        if any(array.is_deleted() for array in jax.tree.leaves(self._slots)):
+            for name in tuple(self.slot_cache.resident):
+                self.slot_cache.remove(name)
+            self._make_slots()
 
     def _dispatch(self, plan: StepPlan) -> _InFlight:
         start_s = self._clock()
@@ -281,30 +312,20 @@ class Engine:
 
     def _run(self, plan: StepPlan, bucket: Bucket, kind: SamplerKind) -> SampledTokens:
         arrays = build_batch(plan, bucket)
-        try:
-            logits, self._cache = self._forward[bucket](
-                self.model.state,
-                self._cache,
-                self._slots,
-                self._gates,
-                self._rows.mix,
-                self._rows.block_tables,
-                self._last_tokens,
-                arrays.batch,
-            )
-            sampled, self._last_tokens = self._sample[bucket.num_seqs, kind](
-                logits, self._last_tokens, arrays.batch.rows, arrays.is_sampled, self._rows.sampling, arrays.steps
-            )
-        except Exception:
-            self._recover()
-            raise
+        logits, self._cache = self._forward[bucket](
+            self.model.state,
+            self._cache,
+            self._slots,
+            self._gates,
+            self._rows.mix,
+            self._rows.block_tables,
+            self._last_tokens,
+            arrays.batch,
+        )
+        sampled, self._last_tokens = self._sample[bucket.num_seqs, kind](
+            logits, self._last_tokens, arrays.batch.rows, arrays.is_sampled, self._rows.sampling, arrays.steps
+        )
         return sampled
-
-    def _recover(self) -> None:
-        """Replaces the donated arrays that a failed step lost; the caller fails the requests that used them."""
-        if any(leaf.is_deleted() for leaf in (*self._cache.layers, self._last_tokens)):
-            self._make_cache()
-        self._in_flight = None
 
     def _load(self, loads: Iterable[Load]) -> None:
         """Copies adapters into their slots; ordered on the device after the steps that read the slots before."""

@@ -1,0 +1,138 @@
+"""The engine beyond the laws: ends, aborts, failures, limits."""
+
+import dataclasses
+
+import pytest
+
+from serving.engine import Engine
+from serving.request import FinishReason
+from tests.support.engines import generate, make_engine, make_request, run_to_end, token_ids
+from tests.support.tiny_models import random_adapter, tiny_model
+
+PROMPT = [5, 9, 2, 40, 7]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    split = tiny_model(eos_token_ids=(3, 77))
+    adapters = {name: random_adapter(split.config, rank=4, seed=i) for i, name in enumerate("abc")}
+    return make_engine(split, adapters, adapter_slots=2)
+
+
+def test_a_request_ends_at_max_tokens_with_reason_length(engine: Engine) -> None:
+    engine.add_request(make_request(engine, "r", PROMPT, {}, max_tokens=5))
+    last = run_to_end(engine)["r"][-1]
+    assert (last.finish_reason, last.num_output_tokens, last.num_prompt_tokens) == (FinishReason.LENGTH, 5, 5)
+
+
+def test_a_request_ends_at_the_context_with_reason_length(engine: Engine) -> None:
+    engine.add_request(make_request(engine, "r", range(engine.max_model_len - 3), {}, max_tokens=50))
+    last = run_to_end(engine)["r"][-1]
+    assert (last.finish_reason, last.num_output_tokens) == (FinishReason.LENGTH, 3)
+
+
+def test_a_stop_token_ends_a_request_and_the_late_token_is_dropped(engine: Engine) -> None:
+    free = generate(engine, PROMPT, {"a": 1.0}, max_tokens=8)
+    stop = free[3]
+    first = free.index(stop)
+    engine.add_request(make_request(engine, "r", PROMPT, {"a": 1.0}, max_tokens=8, stop_token_ids=(stop,)))
+    outputs = run_to_end(engine)["r"]
+    assert outputs[-1].finish_reason is FinishReason.STOP
+    assert token_ids(outputs) == free[: first + 1]
+
+
+def test_every_end_token_of_the_model_ends_a_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case P2: a list of end tokens."""
+    tokens = generate(engine, PROMPT, {}, max_tokens=10)
+    for end in dict.fromkeys((tokens[2], tokens[5])):
+        config = dataclasses.replace(engine.model.config, eos_token_ids=(1, end))
+        monkeypatch.setattr(engine, "model", dataclasses.replace(engine.model, config=config))
+        engine.add_request(make_request(engine, "r", PROMPT, {}, max_tokens=10, ignore_eos=False))
+        outputs = run_to_end(engine)["r"]
+        assert outputs[-1].finish_reason is FinishReason.STOP
+        assert token_ids(outputs) == tokens[: tokens.index(end) + 1]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 6])
+def test_an_abort_in_any_state_frees_everything_and_leaves_the_others_alone(engine: Engine, num_steps: int) -> None:
+    other = generate(engine, PROMPT, {"b": 1.0}, max_tokens=10)
+    engine.add_request(make_request(engine, "gone", range(30), {"a": 1.0}, max_tokens=20))
+    engine.add_request(make_request(engine, "other", PROMPT, {"b": 1.0}, max_tokens=10))
+    outputs = []
+    for _ in range(num_steps):
+        outputs += engine.step()
+    engine.abort("gone")
+    engine.check_integrity()
+    assert not engine.slot_cache.is_pinned("a")
+    outputs += run_to_end(engine).get("other", [])
+    assert token_ids([o for o in outputs if o.request_id == "other"]) == other
+
+
+def test_aborting_what_is_unknown_or_finished_does_nothing(engine: Engine) -> None:
+    engine.abort("never seen")
+    generate(engine, PROMPT, {})
+    engine.abort("alone")
+    assert not engine.has_work
+
+
+def test_an_adapter_that_cannot_be_copied_fails_its_request_and_is_not_taken_for_loaded(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = generate(engine, PROMPT, {"c": 1.0})
+    generate(engine, PROMPT, {"a": 1.0})
+    generate(engine, PROMPT, {"b": 1.0})  # two slots: c is out
+    with monkeypatch.context() as patch:
+
+        def fail(name: str) -> None:
+            raise OSError(f"{name} is unreadable")
+
+        patch.setattr(engine.store, "contents", fail)
+        engine.add_request(make_request(engine, "r", PROMPT, {"c": 1.0}))
+        with pytest.raises(OSError, match="c is unreadable"):
+            engine.step()
+    assert not engine.has_work
+    assert "c" not in engine.slot_cache.resident
+    engine.check_integrity()
+    assert generate(engine, PROMPT, {"c": 1.0}) == wanted
+
+
+def test_a_failed_step_ends_what_ran_and_the_next_request_is_right(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = generate(engine, PROMPT, {"a": 1.0})
+    requests = [make_request(engine, f"r{i}", PROMPT, {"a": 1.0}) for i in range(2)]
+    for request in requests:
+        engine.add_request(request)
+    engine.step()
+
+    def fail(*args: object) -> None:
+        args[1].layers[0].delete()  # type: ignore[attr-defined]  # as a failed program with donated inputs does
+        raise RuntimeError("the device is unwell")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_forward", dict.fromkeys(engine.buckets.all, fail))
+        with pytest.raises(RuntimeError, match="unwell"):
+            engine.step()
+    assert [r.finish_reason for r in requests] == [FinishReason.ERROR] * 2
+    assert not engine.has_work
+    engine.check_integrity()
+    assert generate(engine, PROMPT, {"a": 1.0}) == wanted
+
+
+def test_the_same_seed_gives_the_same_tokens_whatever_shares_the_batch(engine: Engine) -> None:
+    sampling = {"temperature": 2.0, "top_k": 40, "seed": 11, "max_tokens": 8}
+    alone = generate(engine, PROMPT, {"a": 0.5}, **sampling)
+    for i in range(3):
+        engine.add_request(make_request(engine, f"x{i}", range(1 + i), {"b": 1.0}, temperature=1.0, seed=i))
+    engine.add_request(make_request(engine, "r", PROMPT, {"a": 0.5}, **sampling))
+    assert token_ids(run_to_end(engine)["r"]) == alone
+    assert generate(engine, PROMPT, {"a": 0.5}, **(sampling | {"seed": 12})) != alone
+
+
+def test_logprobs_sum_to_at_most_one_and_lead_with_the_greedy_token(engine: Engine) -> None:
+    engine.add_request(make_request(engine, "r", PROMPT, {"a": 1.0}, logprobs=5))
+    for output in run_to_end(engine)["r"]:
+        (logprob,) = output.logprobs
+        assert len(logprob.top) == 5
+        assert logprob.top[0] == (logprob.token_id, logprob.logprob)
+        assert [p for _, p in logprob.top] == sorted((p for _, p in logprob.top), reverse=True)
