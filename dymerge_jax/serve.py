@@ -89,6 +89,7 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     from serving.engine import build_engine
     from serving.mixes import AdapterEntry, GatedSetEntry, ModelRegistry
 
+    keep_compiled_programs()
     is_demo = options.model == DEMO
     if config.dtype is None and is_demo:
         config = dataclasses.replace(config, dtype="float32" if jax.default_backend() == "cpu" else "bfloat16")
