@@ -166,7 +166,9 @@ class Engine:
                 jobs.append(
                     functools.partial(self._compile_sampler, num_seqs, kind, self._lower_sampler(num_seqs, kind))
                 )
-        with concurrent.futures.ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        # For a GPU, XLA times candidate kernels on the device as it compiles: two at once would disturb each other.
+        num_threads = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+        with concurrent.futures.ThreadPoolExecutor(max_workers=num_threads) as pool:
             futures = [pool.submit(job) for job in jobs]
             done = concurrent.futures.as_completed(futures)
             for future in tqdm(done, total=len(jobs), desc="compiling", unit="program", disable=not progress):

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,33 @@ def random_adapters(config: LlamaConfig, count: int, *, rank: int) -> dict[str, 
     return adapters
 
 
-def run_workload(engine: Engine, workload: Workload, *, prompt_len: int, output_len: int) -> dict[str, Any]:
+class StepTimer:
+    """Splits an engine's steps into dispatching the next one and waiting for the tokens of the one before."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.dispatch_s: list[float] = []
+        self.commit_s: list[float] = []
+        engine._dispatch = self._timed(engine._dispatch, self.dispatch_s)
+        engine._commit = self._timed(engine._commit, self.commit_s)
+
+    def clear(self) -> None:
+        self.dispatch_s.clear()
+        self.commit_s.clear()
+
+    @staticmethod
+    def _timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            start_s = time.perf_counter()
+            result = method(*args)
+            seconds.append(time.perf_counter() - start_s)
+            return result
+
+        return timed
+
+
+def run_workload(
+    engine: Engine, timer: StepTimer, workload: Workload, *, prompt_len: int, output_len: int
+) -> dict[str, Any]:
     """Runs one closed batch to its end; the step times are those in which every row decodes."""
     rng = np.random.default_rng(1)
     vocab = engine.model.config.vocab
@@ -116,6 +142,7 @@ def run_workload(engine: Engine, workload: Workload, *, prompt_len: int, output_
         engine.add_request(requests[-1])
     start_s = last_s = time.perf_counter()
     ttft_s, step_s = 0.0, []
+    timer.clear()
     while engine.has_work:
         outputs = engine.step()
         now_s = time.perf_counter()
@@ -134,6 +161,8 @@ def run_workload(engine: Engine, workload: Workload, *, prompt_len: int, output_
         "tpot_ms_median": float(np.median(step_ms)),
         "tpot_ms_p90": float(np.percentile(step_ms, 90)),
         "tpot_ms_min": float(step_ms.min()),
+        "dispatch_ms_median": float(np.median(timer.dispatch_s)) * 1e3,
+        "commit_ms_median": float(np.median(timer.commit_s)) * 1e3,
         "all_first_tokens_ms": ttft_s * 1e3,
         "tokens": [r.output_token_ids for r in requests],
     }
@@ -189,6 +218,7 @@ def main() -> None:
     parser.add_argument(
         "--bandwidth", type=float, default=4.3e12, help="bytes/s for the floor (default: H200, %(default)s)"
     )
+    parser.add_argument("--trace", type=Path, help="folder for a profiler trace of the last workload, run once more")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -213,13 +243,18 @@ def main() -> None:
     engine.compile()
     compile_s = time.perf_counter() - start_s
 
+    timer = StepTimer(engine)
+    lengths = {"prompt_len": options.prompt_len, "output_len": options.output_len}
     rows = []
     for workload in workloads(batches):
-        first = run_workload(engine, workload, prompt_len=options.prompt_len, output_len=options.output_len)
-        second = run_workload(engine, workload, prompt_len=options.prompt_len, output_len=options.output_len)
+        first = run_workload(engine, timer, workload, **lengths)
+        second = run_workload(engine, timer, workload, **lengths)
         second["tokens_repeat"] = first.pop("tokens") == second.pop("tokens")
         second["floor_ms"] = floor_ms(model, workload, options.rank, options.bandwidth)
         rows.append(second)
+    if options.trace is not None:
+        with jax.profiler.trace(options.trace):
+            run_workload(engine, timer, workloads(batches)[-1], prompt_len=options.prompt_len, output_len=8)
     error = logits_error(engine, list(adapters))
     device = jax.devices()[0].device_kind
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
@@ -242,7 +277,8 @@ def main() -> None:
     for r in rows:
         print(
             f"{r['workload']:22} {r['batch']:5d} {r['active_adapters']:6d} {r['tpot_ms_median']:8.3f} "
-            f"{r['tpot_ms_p90']:7.3f} {r['floor_ms']:7.3f} {r['repeats']:7d}  {r['tokens_repeat']}"
+            f"{r['tpot_ms_p90']:7.3f} {r['floor_ms']:7.3f} {r['dispatch_ms_median']:8.3f} {r['commit_ms_median']:7.3f} "
+            f"{r['repeats']:7d}  {r['tokens_repeat']}"
         )
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1))
