@@ -11,6 +11,9 @@ import argparse
 import dataclasses
 import json
 import logging
+import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -205,6 +208,12 @@ def logits_error(engine: Engine, names: Sequence[str]) -> dict[str, float]:
     }
 
 
+def current_commit() -> str | None:
+    """The checkout's commit, if this is one."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return git.stdout.strip() or None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3-8b", help="a named model size (default: %(default)s)")
@@ -259,6 +268,8 @@ def main() -> None:
     device = jax.devices()[0].device_kind
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
     result = {
+        "command": shlex.join(["python", "-m", "serving.bench.decode", *sys.argv[1:]]),
+        "commit": current_commit(),
         "device": device,
         "jax": jax.__version__,
         "settings": settings,
