@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from dymerge_jax.config import LlamaConfig
 from dymerge_jax.lora import AdapterWeights, SlotContent, slot_contents
+from serving.errors import UnknownModelError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,13 @@ class AdapterStore:
         return name in self._adapters
 
     def num_slots(self, name: str) -> int:
-        """Slots the adapter fills."""
+        """Slots the adapter fills.
+
+        Raises:
+          UnknownModelError: If there is no such adapter.
+        """
+        if name not in self._adapters:
+            raise UnknownModelError(f"The adapter {name!r} is not loaded.", param="adapter_mix")
         return self._adapters[name].weights.num_slots(self._slot_rank)
 
     def contents(self, name: str) -> list[SlotContent]:
