@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels.maf_mvm import ProjectionSlots, maf_mvm, token_tile_size
 from pallas_kernels.maf_mvm.shapes import GROUPS, Group, named_shapes
 from pallas_kernels.segments import build_segments
-from tests.support.aot_h200 import H200, h200_target
+from tests.support.aot_h200 import H200, h200_target, triton_offsets
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def h200() -> Iterator[H200]:
         yield target
 
 
-def compile_group(
+def lower_group(
     h200: H200,
     model: str,
     group: Group,
@@ -29,8 +29,8 @@ def compile_group(
     slot_rank: int = 8,
     num_layers: int = 2,
     dtype: Any = jnp.bfloat16,
-) -> jax.stages.Compiled:
-    """Compiles one call of maf_mvm, the segments built inside, with the layer as an argument."""
+) -> jax.stages.Lowered:
+    """Lowers one call of maf_mvm, the segments built inside, with the layer as an argument."""
     in_features, widths = named_shapes()[model].group(group)
     rows, out_features = len(widths) * slot_rank, sum(widths)
     struct = jax.ShapeDtypeStruct
@@ -45,7 +45,7 @@ def compile_group(
         segments = build_segments(weights, tile_size=token_tile_size(num_tokens))
         return maf_mvm(x, slots, segments, base, layer=layer, implementation="pallas_triton")
 
-    return h200.compile(
+    return h200.lower(
         call,
         struct((num_tokens, in_features), dtype),
         slots,
@@ -53,6 +53,10 @@ def compile_group(
         struct((num_tokens, out_features), dtype),
         struct((), jnp.int32),
     )
+
+
+def compile_group(h200: H200, model: str, group: Group, **kwargs: Any) -> jax.stages.Compiled:
+    return lower_group(h200, model, group, **kwargs).compile()
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -113,6 +117,16 @@ def test_all_layers_share_one_kernel(h200: H200) -> None:
     assert lowered.count("maf_mvm_shrink") < num_layers
 
 
-def test_a_slot_array_over_4_gib_is_indexed_with_64_bits(h200: H200) -> None:
-    # Row numbers fit 32 bits, offsets into the array do not; the lowering widens them by the size of the array.
-    compile_group(h200, "llama-3-8b", "gate_up", num_tokens=32, num_layers=32, slot_rank=64)
+def test_o1_arrays_over_4_gib_are_indexed_with_64_bits(h200: H200) -> None:
+    """Row numbers fit 32 bits; offsets would not, they would wrap past row 149 796 of x."""
+    lowered = lower_group(h200, "llama-3-8b", "down", num_tokens=600_000, num_slots=4096, num_layers=32, slot_rank=16)
+    bfloat16_offsets = {offset for dtype, offset in triton_offsets(lowered) if dtype == "bf16"}  # x, A, v, B, base, y
+    assert bfloat16_offsets == {"i64"}
+
+
+def test_o1_offsets_of_32_bits_end_where_a_sign_bit_would_be_needed(h200: H200) -> None:
+    """They count elements: the 2 GiB of the reported case (87 383 tokens of 24 576 bytes) are not the border."""
+    last = 2**31 // named_shapes()["llama-3-8b"].group("down")[0]
+    for num_tokens, offset in ((last, "i32"), (last + 1, "i64")):
+        lowered = lower_group(h200, "llama-3-8b", "down", num_tokens=num_tokens)
+        assert max(o for dtype, o in triton_offsets(lowered) if dtype == "bf16") == offset

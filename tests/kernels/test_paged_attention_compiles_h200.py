@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels.paged_attention import QueryTiles, build_query_tiles, paged_attention, query_tile_size
 from pallas_kernels.paged_attention.shapes import SHAPES, AttentionShape
-from tests.support.aot_h200 import H200, h200_target
+from tests.support.aot_h200 import H200, h200_target, triton_offsets
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,15 @@ def test_model_shapes_compile_and_copy_nothing(name: str, dtype: str, h200: H200
     assert memory.temp_size_in_bytes < 33 * args[0].size * 4 + (1 << 16)
 
 
-def test_a_cache_beyond_two_to_the_31_elements_is_indexed_by_64_bits(h200: H200):
+def test_o1_a_cache_of_more_than_two_to_the_31_elements_is_indexed_with_64_bits(h200: H200):
     shape = SHAPES["8b_decode_32x1024"]
     per_block = 2 * shape.num_kv_heads * shape.block_size * shape.head_dim
-    compiled = h200.compile(paged_attention, *structs(shape, "bfloat16", num_blocks=(1 << 31) // per_block + 1))
-    assert "paged_attention" in str(compiled.as_text())
+    large, small = (
+        triton_offsets(h200.lower(paged_attention, *structs(shape, "bfloat16", num_blocks=num_blocks)))
+        for num_blocks in ((1 << 31) // per_block + 1, 4096)
+    )
+    assert ("bf16", "i64") in large
+    assert ("bf16", "i64") not in small
 
 
 def test_heads_of_an_odd_width_compile(h200: H200):

@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,8 +27,11 @@ from typing import Any
 import jax
 import pytest
 from jax._src import xla_bridge
+from jax._src.interpreters import mlir
 from jax._src.pallas.triton import gpu_info
 from jax.experimental import topologies
+from jaxlib.mlir import ir
+from jaxlib.triton import dialect as triton_dialect
 
 # What XLA would ask a real H200, as its GpuTargetConfigProto.
 _TARGET_CONFIG = """
@@ -128,3 +132,26 @@ def _h200_topology() -> topologies.TopologyDescription:
             "the CUDA plugin is installed but JAX did not load it; set JAX_PLATFORMS=cpu or "
             f"JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before Python starts, or reinstall it: {install}"
         ) from error
+
+
+def triton_offsets(lowered: jax.stages.Lowered) -> set[tuple[str, str]]:
+    """(dtype of the array, integer type of the offset) of every pointer that the program's Triton kernels compute."""
+    module: Any = lowered.compiler_ir()
+    found: set[tuple[str, str]] = set()
+    for operation in _operations(module.operation):
+        if operation.name != "stablehlo.custom_call" or "triton" not in str(operation.attributes["call_target_name"]):
+            continue
+        config = ir.DictAttr(operation.attributes["mhlo.backend_config"])
+        with mlir.make_ir_context() as context:
+            triton_dialect.register_dialect(context)
+            text = str(ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes))
+        found |= set(re.findall(r"tt\.addptr .*!tt\.ptr<(\w+)>>?, .*?(i32|i64)>?$", text, re.MULTILINE))
+    return found
+
+
+def _operations(operation: Any) -> Iterator[Any]:
+    yield operation
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield from _operations(inner.operation)
