@@ -93,6 +93,19 @@ TINY_ADAPTERS = {
     ),
 }
 
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+ROPES: dict[str, dict[str, Any]] = {
+    "none": {"head_dim": 64, "rope_theta": 1e5, "rope_scaling": None},
+    "llama-3.1-8b": {
+        "head_dim": 128, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, **_LLAMA3},
+    },
+    "llama-3.2-1b": {
+        "head_dim": 64, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 32.0, **_LLAMA3},
+    },
+    "type": {"head_dim": 64, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 32.0, **_LLAMA3}},
+}  # fmt: skip
+"""Fields of config.json whose rotary frequencies the goldens hold."""
+
 Mix = dict[str, float]
 TINY_MIXES: dict[str, Mix] = {
     "base": {},

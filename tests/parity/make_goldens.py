@@ -11,6 +11,7 @@ Runs in the reference environment, from the repository root (Python 3.11; torch 
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import os
 import sys
@@ -34,7 +35,7 @@ Golden = dict[str, np.ndarray]
 DEMO_ADAPTERS = Path(__file__).parents[2] / "dymerge_jax" / "demo" / "adapters"
 
 # Float32 sums in another order, on another CPU; the demo model has 30 layers and logits up to 50.
-TOLERANCES = {"tiny": 1e-4, "demo": 3e-4}
+TOLERANCES = {"tiny": 1e-4, "rope": 1e-7, "demo": 3e-4}
 
 # Greedy tokens are compared with those of logits that differ by up to 1e-3 each: no argmax may hang on less.
 _LEAST_MARGIN = 2e-3
@@ -48,13 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # the order of sums then does not depend on the machine's cores
     cases.GOLDENS.mkdir(exist_ok=True)
     is_equal = True
-    for name in [*cases.TINY_MODELS, "demo"]:
+    makers = {name: functools.partial(tiny_golden, model) for name, model in cases.TINY_MODELS.items()}
+    for name, make in {**makers, "rope": rope_golden, "demo": demo_golden}.items():
         start = time.monotonic()
-        golden = demo_golden() if name == "demo" else tiny_golden(cases.TINY_MODELS[name])
+        golden = make()
         path = cases.GOLDENS / f"{name}.npz"
         print(f"{path.name}: made in {time.monotonic() - start:.1f} s", flush=True)
         if args.check:
-            is_equal &= compare(golden, path, TOLERANCES["demo" if name == "demo" else "tiny"])
+            is_equal &= compare(golden, path, TOLERANCES.get(name, TOLERANCES["tiny"]))
         else:
             np.savez_compressed(path, allow_pickle=False, **golden)
             print(f"{path.name}: {path.stat().st_size:,} bytes, {len(golden)} arrays")
@@ -77,6 +79,14 @@ def tiny_golden(model: cases.TinyModel) -> Golden:
                 golden[f"{mix}.{i}.logits"] = logits
                 golden[f"{mix}.{i}.tokens"] = tokens
     return golden
+
+
+def rope_golden() -> Golden:
+    """Rotary frequencies as transformers' own embedding holds them, in radians a token."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 2, "max_position_embeddings": 131_072}
+    configs = {name: transformers.LlamaConfig(**sizes, **fields) for name, fields in cases.ROPES.items()}
+    module = transformers.models.llama.modeling_llama
+    return {name: module.LlamaRotaryEmbedding(config).inv_freq.numpy() for name, config in configs.items()}
 
 
 def demo_golden() -> Golden:
