@@ -190,7 +190,7 @@ def _select(
 
 
 def layer_weights(
-    gates: GateArray, tokens: GatedTokens, layer: int, x: Float[Array, "num_tokens hidden"]
+    gates: GateArray, tokens: GatedTokens, layer: int | Int[Array, ""], x: Float[Array, "num_tokens hidden"]
 ) -> Float[Array, "num_tokens 1 max_experts"] | None:
     """Mixture weights of the sets of "layer" granularity, from the input of q, k and v; None without such sets."""
     if gates.layer is None:
@@ -201,7 +201,7 @@ def layer_weights(
 def gated_columns(
     gates: GateArray,
     tokens: GatedTokens,
-    layer: int,
+    layer: int | Int[Array, ""],
     group: ProjectionGroup,
     x: Float[Array, "num_tokens in_features"],
     per_layer: Float[Array, "num_tokens 1 max_experts"] | None,

@@ -60,7 +60,7 @@ class MixContext:
 class LlamaLayer(nnx.Module):
     """One transformer layer: attention and SwiGLU, each behind an RMSNorm, each added to the residual stream."""
 
-    def __init__(self, config: LlamaConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         def matrix(group: str) -> nnx.Param:
             g = config.groups[group]
             return nnx.Param(
@@ -69,7 +69,6 @@ class LlamaLayer(nnx.Module):
             )
 
         self.config = config
-        self.layer = layer
         self.input_norm = nnx.Param(jnp.ones((config.hidden,), dtype))
         self.qkv = matrix("qkv")
         self.o = matrix("o")
@@ -84,24 +83,25 @@ class LlamaLayer(nnx.Module):
         context: AttentionContext,
         mix: MixContext,
         implementations: Implementations,
+        layer: int | Int[Array, ""],
     ) -> tuple[Float[Array, "num_tokens hidden"], LayerKV]:
         eps = self.config.rms_norm_eps
         h = rms_norm(x, self.input_norm[...], eps)
         per_layer = None
         if mix.gates is not None and mix.tokens is not None:
             with jax.named_scope("gate"):
-                per_layer = layer_weights(mix.gates, mix.tokens, self.layer, h)
+                per_layer = layer_weights(mix.gates, mix.tokens, layer, h)
 
         def project(name: str, x: Float[Array, "num_tokens in_features"]) -> Float[Array, "num_tokens out_features"]:
             with jax.named_scope(name):
                 base = matmul(x, getattr(self, name)[...])
-                segments = self._segments(name, x, mix, per_layer)
+                segments = self._segments(name, x, mix, per_layer, layer)
                 return maf_mvm(
                     x,
                     mix.slots.groups[name],
                     segments,
                     base,
-                    layer=self.layer,
+                    layer=layer,
                     implementation=implementations.maf_mvm,
                 )
 
@@ -119,12 +119,13 @@ class LlamaLayer(nnx.Module):
         x: Float[Array, "num_tokens in_features"],
         mix: MixContext,
         per_layer: Float[Array, "num_tokens 1 max_experts"] | None,
+        layer: int | Int[Array, ""],
     ) -> Segments:
         """The step's segments with this group's weights: static ones plus what the gates give."""
         if mix.gates is None or mix.tokens is None:
             return mix.segments
         with jax.named_scope("gate"):
-            columns = gated_columns(mix.gates, mix.tokens, self.layer, self.config.groups[group], x, per_layer)
+            columns = gated_columns(mix.gates, mix.tokens, layer, self.config.groups[group], x, per_layer)
             static = jnp.broadcast_to(mix.segments.weights, columns.shape)
             return mix.segments.with_weights(static + columns)
 
@@ -141,7 +142,7 @@ class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.config = config
         self.embed = nnx.Param(jax.random.normal(rngs.params(), (config.vocab, config.hidden), dtype))
-        self.layers = nnx.List([LlamaLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)])
+        self.layers = nnx.List([LlamaLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
         self.final_norm = nnx.Param(jnp.ones((config.hidden,), dtype))
         if not config.tie_word_embeddings:
             self.lm_head = nnx.Param(
@@ -169,13 +170,21 @@ class Llama(nnx.Module):
         Returns:
           [num_tokens, hidden] hidden states after the final norm, and the cache with these tokens in it.
         """
-        with jax.named_scope("embed"):
-            x = self.embed[...][tokens]
+        x = self.embedded(tokens)
         layers_kv = []
-        for layer, kv in zip(self.layers, cache.layers, strict=True):
-            x, kv = layer(x, kv, context, mix, implementations)
+        for i, (layer, kv) in enumerate(zip(self.layers, cache.layers, strict=True)):
+            x, kv = layer(x, kv, context, mix, implementations, i)
             layers_kv.append(kv)
-        return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps), KVCache(layers=tuple(layers_kv))
+        return self.normed(x), KVCache(layers=tuple(layers_kv))
+
+    def embedded(self, tokens: Int[Array, " num_tokens"]) -> Float[Array, "num_tokens hidden"]:
+        """What the first layer takes."""
+        with jax.named_scope("embed"):
+            return self.embed[...][tokens]
+
+    def normed(self, x: Float[Array, "num_tokens hidden"]) -> Float[Array, "num_tokens hidden"]:
+        """The final norm of what the last layer gives."""
+        return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps)
 
     def logits(self, hidden: Float[Array, "num_rows hidden"]) -> Float[Array, "num_rows vocab"]:
         """Scores of every token id, float32."""

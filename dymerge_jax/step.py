@@ -12,7 +12,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from dymerge_jax.attention import AttentionContext
-from dymerge_jax.gating import GateArray, gated_tokens
+from dymerge_jax.config import LlamaConfig
+from dymerge_jax.gating import GateArray, GatedTokens, gated_tokens
 from dymerge_jax.kv_cache import KVCache
 from dymerge_jax.layers import rope_angles
 from dymerge_jax.lora import SlotArray
@@ -20,7 +21,7 @@ from dymerge_jax.model import Implementations, Llama, MixContext
 from pallas_kernels.maf_mvm import token_tile_size
 from pallas_kernels.paged_attention import build_query_tiles, query_tile_size
 from pallas_kernels.pytree import pytree_dataclass
-from pallas_kernels.segments import build_segments
+from pallas_kernels.segments import Segments, build_segments
 
 
 @pytree_dataclass
@@ -89,32 +90,50 @@ def _token_places(batch: StepBatch) -> _TokenPlaces:
     return _TokenPlaces(seq_ids=seq_ids, positions=jnp.where(is_real, positions, 0), is_real=is_real)
 
 
-def hidden_states(
-    model: Llama,
-    cache: KVCache,
-    slots: SlotArray,
+@pytree_dataclass
+class StepContext:
+    """What every layer of a step needs to know of its tokens.
+
+    Attributes:
+      tokens: [num_tokens] int32 token ids.
+      attention: where the tokens stand.
+      segments: token–LoRA pairs sorted by slot, with the static weights.
+      gated: which gate each token uses; None if there are no gated sets.
+    """
+
+    tokens: Int[Array, " num_tokens"]
+    attention: AttentionContext
+    segments: Segments
+    gated: GatedTokens | None
+
+    def mix(self, slots: SlotArray, gates: GateArray | None) -> MixContext:
+        return MixContext(slots=slots, segments=self.segments, gates=gates, tokens=self.gated)
+
+
+def step_context(
+    config: LlamaConfig,
     gates: GateArray | None,
     mix: AdapterMix,
     block_tables: Int[Array, "num_rows blocks_per_seq"],
     last_tokens: Int[Array, " num_rows"],
     batch: StepBatch,
-    implementations: Implementations,
-) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
-    """Runs one batch; returns the final hidden state of every token and the updated cache."""
-    config = model.config
+    *,
+    num_blocks: int,
+    block_size: int,
+) -> StepContext:
+    """Places the tokens of one batch: which sequence, which KV block, which slots."""
     places = _token_places(batch)
     token_rows = batch.rows[places.seq_ids]
     tokens = jnp.where(batch.use_last_token[places.seq_ids], last_tokens[token_rows], batch.tokens)
 
     with jax.named_scope("attention_context"):
         seq_tables = block_tables[batch.rows]
-        block_size = cache.block_size
         block_ids = seq_tables[places.seq_ids, places.positions // block_size]
         cos, sin = rope_angles(places.positions, config.head_dim, config.rope)
-        context = AttentionContext(
+        attention = AttentionContext(
             cos=cos,
             sin=sin,
-            block_ids=jnp.where(places.is_real, block_ids, cache.num_blocks),
+            block_ids=jnp.where(places.is_real, block_ids, num_blocks),
             offsets=places.positions % block_size,
             block_tables=seq_tables,
             tiles=build_query_tiles(
@@ -128,14 +147,47 @@ def hidden_states(
     with jax.named_scope("segments"):
         weights = jnp.where(places.is_real[:, None], mix.weights[token_rows], 0.0)
         is_used = weights != 0
-        tokens_gates = None
+        gated = None
         if gates is not None:
             set_ids = jnp.where(places.is_real, mix.gated_set_ids[token_rows], -1)
-            tokens_gates = gated_tokens(gates, set_ids)
-            is_used = is_used | tokens_gates.is_used
+            gated = gated_tokens(gates, set_ids)
+            is_used = is_used | gated.is_used
         segments = build_segments(weights[:, None, :], tile_size=token_tile_size(tokens.shape[0]), is_used=is_used)
-    mixes = MixContext(slots=slots, segments=segments, gates=gates, tokens=tokens_gates)
-    return model(tokens, cache, context, mixes, implementations)
+    return StepContext(tokens=tokens, attention=attention, segments=segments, gated=gated)
+
+
+def hidden_states(
+    model: Llama,
+    cache: KVCache,
+    slots: SlotArray,
+    gates: GateArray | None,
+    mix: AdapterMix,
+    block_tables: Int[Array, "num_rows blocks_per_seq"],
+    last_tokens: Int[Array, " num_rows"],
+    batch: StepBatch,
+    implementations: Implementations,
+) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
+    """Runs one batch; returns the final hidden state of every token and the updated cache."""
+    context = step_context(
+        model.config,
+        gates,
+        mix,
+        block_tables,
+        last_tokens,
+        batch,
+        num_blocks=cache.num_blocks,
+        block_size=cache.block_size,
+    )
+    return model(context.tokens, cache, context.attention, context.mix(slots, gates), implementations)
+
+
+def last_logits(
+    model: Llama, hidden: Float[Array, "num_tokens hidden"], batch: StepBatch
+) -> Float[Array, "num_seqs vocab"]:
+    """Logits after each sequence's last new token."""
+    if not batch.is_decode:
+        hidden = hidden[jnp.maximum(batch.seq_starts + batch.seq_lens - 1, 0)]
+    return model.logits(hidden)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "implementations"), donate_argnames=("cache",))
@@ -169,6 +221,4 @@ def forward_step(
     """
     model = nnx.merge(graph, state)
     hidden, cache = hidden_states(model, cache, slots, gates, mix, block_tables, last_tokens, batch, implementations)
-    if not batch.is_decode:
-        hidden = hidden[jnp.maximum(batch.seq_starts + batch.seq_lens - 1, 0)]
-    return model.logits(hidden), cache
+    return last_logits(model, hidden, batch), cache

@@ -58,19 +58,19 @@ class Buckets:
         return next(b for b in self.mixed if b.num_tokens >= plan.num_tokens)
 
 
-def make_buckets(max_num_seqs: int, max_num_batched_tokens: int, *, growth: int) -> Buckets:
-    """Sizes that grow by the factor `growth`, up to the limits.
+def make_buckets(max_num_seqs: int, max_num_batched_tokens: int, *, decode_growth: int, mixed_growth: int) -> Buckets:
+    """Sizes that grow by a factor, up to the limits.
 
     Args:
       max_num_seqs: rows.
       max_num_batched_tokens: token budget of a step.
-      growth: 2 wastes least; more means fewer programs to compile.
+      decode_growth, mixed_growth: 2 wastes least; more means fewer programs to compile.
     """
-    sizes = _sizes(1, max_num_seqs, growth)
+    sizes = _sizes(1, max_num_seqs, decode_growth)
     # A mixed step has more tokens than rows: one with as many is read as a decode step.
     top = max(max_num_batched_tokens, max_num_seqs + 1)
     start = max(64, _power_of_two_above(max_num_seqs))
-    mixed = [t for t in _sizes(min(start, top), top, 2 * growth) if t > max_num_seqs]
+    mixed = [t for t in _sizes(min(start, top), top, mixed_growth) if t > max_num_seqs]
     return Buckets(decode=tuple(Bucket(n, n) for n in sizes), mixed=tuple(Bucket(t, max_num_seqs) for t in mixed))
 
 

@@ -31,6 +31,7 @@ from checkpoints.loaded_model import LoadedModel
 from checkpoints.peft_adapter import load_adapter
 from dymerge_jax.gating import GatedSetWeights, build_gate_array, place_experts
 from dymerge_jax.kv_cache import block_bytes, empty_cache
+from dymerge_jax.layered_step import LayeredStep
 from dymerge_jax.lora import empty_content, empty_slots, slot_bytes, write_slot
 from dymerge_jax.model import Implementations, SplitModel, model_from_params
 from dymerge_jax.sampling import SampledTokens, sample_step
@@ -123,6 +124,7 @@ class Engine:
         self.gated_sets = tuple(gated_sets)
         self.metrics = metrics or Metrics()
         self._implementations = implementations
+        self._is_layered = jax.default_backend() == "cpu"
         self._clock = clock
         self._gated_set_ids = {s.name: i for i, s in enumerate(self.gated_sets)}
         self._make_slots()
@@ -146,7 +148,9 @@ class Engine:
         self.buckets: Buckets = make_buckets(
             config.max_num_seqs,
             config.max_num_batched_tokens,
-            growth=2 if jax.default_backend() != "cpu" else 8,  # a CPU compiles slowly and gains little from a fit
+            # On a CPU the time of a step grows with its tokens, padding included.
+            decode_growth=4 if self._is_layered else 2,
+            mixed_growth=2 if self._is_layered else 4,
         )
         self._forward: dict[Bucket, Any] = {}
         self._sample: dict[tuple[int, SamplerKind], Any] = {}
@@ -160,14 +164,17 @@ class Engine:
         start_s = time.perf_counter()
         jobs: list[Callable[[], None]] = []
         for bucket in self.buckets.all:
-            jobs.append(functools.partial(self._compile_forward, bucket, self._lower_forward(bucket)))
+            if self._is_layered:
+                jobs.append(functools.partial(self._compile_layers, bucket))
+            else:
+                jobs.append(functools.partial(self._compile_forward, bucket, self._lower_forward(bucket)))
         for num_seqs in sorted({b.num_seqs for b in self.buckets.all}):
             for kind in _SAMPLER_KINDS:
                 jobs.append(
                     functools.partial(self._compile_sampler, num_seqs, kind, self._lower_sampler(num_seqs, kind))
                 )
         # For a GPU, XLA times candidate kernels on the device as it compiles: two at once would disturb each other.
-        num_threads = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+        num_threads = (os.cpu_count() or 1) if self._is_layered else 1
         with concurrent.futures.ThreadPoolExecutor(max_workers=num_threads) as pool:
             futures = [pool.submit(job) for job in jobs]
             done = concurrent.futures.as_completed(futures)
@@ -177,21 +184,27 @@ class Engine:
         logger.info("compiled %d programs in %.1f s", len(jobs), time.perf_counter() - start_s)
 
     def _lower_forward(self, bucket: Bucket) -> jax.stages.Lowered:
-        return forward_step.lower(
-            self.model.graph,
-            self.model.state,
+        arguments = self._forward_arguments(_abstract_batch(bucket))
+        return forward_step.lower(self.model.graph, self.model.state, *arguments, implementations=self._implementations)
+
+    def _compile_forward(self, bucket: Bucket, lowered: jax.stages.Lowered) -> None:
+        self._forward[bucket] = lowered.compile()
+
+    def _compile_layers(self, bucket: Bucket) -> None:
+        arguments = self._forward_arguments(_abstract_batch(bucket))
+        self._forward[bucket] = LayeredStep(self.model, *arguments, implementations=self._implementations)
+
+    def _forward_arguments(self, batch: StepBatch) -> tuple[Any, ...]:
+        """What a step takes after the model's state."""
+        return (
             self._cache,
             self._slots,
             self._gates,
             self._rows.mix,
             self._rows.block_tables,
             self._last_tokens,
-            _abstract_batch(bucket),
-            implementations=self._implementations,
+            batch,
         )
-
-    def _compile_forward(self, bucket: Bucket, lowered: jax.stages.Lowered) -> None:
-        self._forward[bucket] = lowered.compile()
 
     def _lower_sampler(self, num_seqs: int, kind: SamplerKind) -> jax.stages.Lowered:
         ints, bools = (jax.ShapeDtypeStruct((num_seqs,), dtype) for dtype in (jnp.int32, jnp.bool_))
@@ -314,16 +327,8 @@ class Engine:
 
     def _run(self, plan: StepPlan, bucket: Bucket, kind: SamplerKind) -> SampledTokens:
         arrays = build_batch(plan, bucket)
-        logits, self._cache = self._forward[bucket](
-            self.model.state,
-            self._cache,
-            self._slots,
-            self._gates,
-            self._rows.mix,
-            self._rows.block_tables,
-            self._last_tokens,
-            arrays.batch,
-        )
+        arguments = self._forward_arguments(arrays.batch)
+        logits, self._cache = self._forward[bucket](self.model.state, *arguments)
         sampled, self._last_tokens = self._sample[bucket.num_seqs, kind](
             logits, self._last_tokens, arrays.batch.rows, arrays.is_sampled, self._rows.sampling, arrays.steps
         )
