@@ -87,7 +87,9 @@ def pick_tokens(
       steps: [num_seqs] int32, how many tokens were sampled for the sequence before this one.
     """
     greedy = jnp.argmax(logits, axis=1).astype(jnp.int32)
-    scaled = logits / jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None]
+    # Below the highest logit, so that no temperature, however small, takes several tokens to infinity.
+    below = logits - logits.max(1, keepdims=True)
+    scaled = below / jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None]
     keep = _keep(scaled, params.top_k, params.top_p, params.min_p)
     noisy = jnp.where(keep, scaled + _gumbel(params.seeds, steps, logits.shape[1]), -jnp.inf)
     drawn = jnp.argmax(noisy, axis=1).astype(jnp.int32)

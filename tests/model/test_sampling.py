@@ -1,5 +1,6 @@
 """Sampling on the device against plain numpy, and its independence of the batch."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +8,9 @@ import pytest
 from dymerge_jax.sampling import SamplingParams, pick_tokens, sample_step
 
 VOCAB = 50
+NUM_DRAWS = 4000
+
+_pick_tokens = jax.jit(pick_tokens)
 
 
 def params(n: int, **fields: list) -> SamplingParams:
@@ -21,11 +25,11 @@ def params(n: int, **fields: list) -> SamplingParams:
     )
 
 
-def draw(logits: np.ndarray, count: int, **fields: float) -> np.ndarray:
-    """`count` draws of one row of logits, each with a seed of its own."""
-    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, logits.size))
-    p = params(count, **{k: [v] * count for k, v in fields.items()})
-    return np.asarray(pick_tokens(rows, p, jnp.zeros((count,), jnp.int32)))
+def draw(logits: np.ndarray, **fields: float) -> np.ndarray:
+    """NUM_DRAWS draws of one row of logits, each with a seed of its own."""
+    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (NUM_DRAWS, logits.size))
+    p = params(NUM_DRAWS, **{k: [v] * NUM_DRAWS for k, v in fields.items()})
+    return np.asarray(_pick_tokens(rows, p, jnp.zeros((NUM_DRAWS,), jnp.int32)))
 
 
 @pytest.fixture
@@ -39,58 +43,73 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def test_temperature_zero_takes_the_highest_logit_whatever_the_other_fields(logits) -> None:
-    tokens = draw(logits, 8, temperature=0.0, top_k=3, top_p=0.5, min_p=0.1)
+    tokens = draw(logits, temperature=0.0, top_k=3, top_p=0.5, min_p=0.1)
     assert (tokens == logits.argmax()).all()
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 2e-38, 1e-45])
+def test_a_tiny_temperature_takes_the_highest_logit_and_no_other(logits, temperature) -> None:
+    assert set(draw(logits * 10, temperature=temperature)) == {logits.argmax()}
+
+
+def test_logits_that_are_not_numbers_give_some_token_of_the_vocabulary(logits) -> None:
+    """A weight of 1e38 makes such logits; they are the request's own trouble."""
+    for bad in (np.nan, np.inf, -np.inf):
+        row = logits.copy()
+        row[7] = bad
+        for rows in (row, np.full_like(row, bad)):
+            tokens = draw(rows, top_k=5, top_p=0.9)
+            assert ((0 <= tokens) & (tokens < VOCAB)).all()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_follow_the_softmax_of_the_scaled_logits(logits, temperature) -> None:
-    count = 4000
-    observed = np.bincount(draw(logits, count, temperature=temperature), minlength=VOCAB) / count
+    observed = np.bincount(draw(logits, temperature=temperature), minlength=VOCAB) / NUM_DRAWS
     expected = softmax(logits / temperature)
-    assert np.abs(observed - expected).max() < 4 * np.sqrt(0.25 / count)
+    assert np.abs(observed - expected).max() < 4 * np.sqrt(0.25 / NUM_DRAWS)
 
 
 def test_top_k_keeps_only_the_k_likeliest(logits) -> None:
-    assert set(draw(logits, 500, temperature=5.0, top_k=4)) == set(np.argsort(-logits)[:4])
+    assert set(draw(logits, temperature=5.0, top_k=4)) == set(np.argsort(-logits)[:4])
 
 
 def test_top_k_above_the_vocabulary_keeps_all(logits) -> None:
-    assert len(set(draw(logits, 2000, temperature=50.0, top_k=1000))) == VOCAB
+    assert len(set(draw(logits, temperature=50.0, top_k=1000))) == VOCAB
 
 
 def test_top_p_keeps_the_fewest_tokens_that_reach_it(logits) -> None:
     order = np.argsort(-logits)
     reached = np.cumsum(softmax(logits)[order])
     nucleus = set(order[: int(np.searchsorted(reached, 0.6)) + 1])
-    assert set(draw(logits, 1000, top_p=0.6)) == nucleus
+    assert set(draw(logits, top_p=0.6)) == nucleus
 
 
 def test_top_p_counts_what_top_k_left() -> None:
-    logits = np.log(np.asarray([0.4, 0.3, 0.2, 0.1], np.float32))
+    logits = np.full(VOCAB, -np.inf, np.float32)
+    logits[:4] = np.log([0.4, 0.3, 0.2, 0.1])
     # Of the two likeliest, 0.4/0.7 = 0.57 reaches 0.5 alone; of all four, 0.4 does not.
-    assert set(draw(logits, 200, top_k=2, top_p=0.5)) == {0}
-    assert set(draw(logits, 200, top_p=0.5)) == {0, 1}
+    assert set(draw(logits, top_k=2, top_p=0.5)) == {0}
+    assert set(draw(logits, top_p=0.5)) == {0, 1}
 
 
 def test_min_p_drops_what_is_less_likely_than_its_share_of_the_likeliest(logits) -> None:
     probs = softmax(logits)
-    assert set(draw(logits, 3000, min_p=0.2)) == set(np.flatnonzero(probs >= 0.2 * probs.max()))
+    assert set(draw(logits, min_p=0.2)) == set(np.flatnonzero(probs >= 0.2 * probs.max()))
 
 
 def test_a_row_draws_the_same_token_whatever_its_batch(rng) -> None:
     logits = jnp.asarray(rng.normal(size=(5, VOCAB)), jnp.float32)
     steps = jnp.arange(5, dtype=jnp.int32)
-    together = np.asarray(pick_tokens(logits, params(5), steps))
+    together = np.asarray(_pick_tokens(logits, params(5), steps))
     for i in range(5):
-        alone = pick_tokens(logits[i : i + 1], params(1, seeds=[i]), steps[i : i + 1])
+        alone = _pick_tokens(logits[i : i + 1], params(1, seeds=[i]), steps[i : i + 1])
         assert int(alone[0]) == together[i]
 
 
 def test_the_same_seed_draws_anew_at_every_step() -> None:
     flat = np.zeros(VOCAB, np.float32)
     rows = jnp.broadcast_to(jnp.asarray(flat), (40, VOCAB))
-    tokens = np.asarray(pick_tokens(rows, params(40, seeds=[7] * 40), jnp.arange(40, dtype=jnp.int32)))
+    tokens = np.asarray(_pick_tokens(rows, params(40, seeds=[7] * 40), jnp.arange(40, dtype=jnp.int32)))
     assert len(set(tokens)) > 15
 
 
