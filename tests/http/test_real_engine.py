@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from dymerge_jax.config import named_config
@@ -57,8 +58,7 @@ def ask(url: str, **fields: Any) -> str:
     assert response.status_code == 200, response.text
     if not body.get("stream"):
         return response.json()["choices"][0]["text"]
-    lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
-    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+    return "".join(part["choices"][0]["text"] for part in stream_contents(response))
 
 
 def requests_of_16_mixes() -> list[dict[str, Any]]:
@@ -79,18 +79,50 @@ def test_law_4_sixteen_concurrent_mixes_get_over_http_what_each_gets_alone(serve
     engine.check_integrity()
 
 
-def test_the_same_adapter_is_used_by_every_route_streamed_or_not(served: tuple[str, Engine]) -> None:
+def test_d3_every_route_gives_one_prompt_and_mix_the_same_log_probabilities(served: tuple[str, Engine]) -> None:
+    """Completions and chat, streamed or not, one choice or two: case D3; a mix, its alias and a name as model."""
     url, _ = served
     text = "Items: lamp"
     rendered = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-    for mix in ({"a": 1}, {"a": 0.25}, {"b": 1, "c": -0.5}):
-        completion = ask(url, prompt=rendered, adapter_mix=mix)
-        assert ask(url, prompt=rendered, adapter_mix=mix, stream=True) == completion
-        assert ask(url, prompt=rendered, adapter_mix=mix, n=2, logprobs=1) == completion
-        body = {"messages": [{"role": "user", "content": text}], "adapter_mix": mix, "max_tokens": 24, "temperature": 0}
-        chat = httpx.post(f"{url}/v1/chat/completions", json=body | {"ignore_eos": True}, timeout=60).json()
-        assert chat["choices"][0]["message"]["content"] == completion
-    assert ask(url, adapter_mix={"a": 1}) != ask(url, adapter_mix={"a": 0.25})
+    common = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    completion = common | {"prompt": rendered, "logprobs": 3}
+    chat = common | {"messages": [{"role": "user", "content": text}], "logprobs": True, "top_logprobs": 3}
+    answers = set()
+    for fields in ({}, {"adapter_mix": {"a": 1}}, {"adapter_mix": {"a": 0.25}}, {"adapter_mix": {"b": 1, "c": -0.5}}):
+        alone = logprobs_of(url, completion | fields)[0]
+        assert len(alone) == 12
+        answers.add(tuple(alone))
+        for body in (completion, chat):
+            for how in ({}, {"stream": True}, {"n": 2}, {"n": 2, "stream": True}):
+                choices = logprobs_of(url, body | fields | how)
+                assert len(choices) == how.get("n", 1)
+                for choice in choices:
+                    np.testing.assert_allclose(choice, alone, atol=1e-4)
+    assert len(answers) == 4
+    aliases = ({"model": "a"}, {"lora": [{"id": 0, "scale": 1}]}, {"adapter_mix": [{"adapter": "a", "weight": 1}]})
+    wanted = logprobs_of(url, completion | {"adapter_mix": {"a": 1}})[0]
+    for alias in aliases:
+        np.testing.assert_allclose(logprobs_of(url, chat | alias)[0], wanted, atol=1e-4)
+
+
+def logprobs_of(url: str, body: dict[str, Any]) -> list[list[float]]:
+    """The log probabilities of every choice of a request, streamed or not."""
+    route = "chat/completions" if "messages" in body else "completions"
+    response = httpx.post(f"{url}/v1/{route}", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    parts = [response.json()] if not body.get("stream") else stream_contents(response)
+    found: dict[int, list[float]] = {}
+    for part in parts:
+        for choice in part["choices"]:
+            logprobs = choice.get("logprobs") or {}
+            values = logprobs.get("token_logprobs") or [e["logprob"] for e in logprobs.get("content") or []]
+            found.setdefault(choice["index"], []).extend(values)
+    return [found[index] for index in sorted(found)]
+
+
+def stream_contents(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in response.iter_lines()]
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def test_clients_that_leave_give_everything_back(served: tuple[str, Engine]) -> None:

@@ -1,15 +1,18 @@
 """What the routes answer: mixes, stops, echoes, keys, health; one case of each kind."""
 
 import json
+import re
 from typing import Any
 
 import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from serving.async_engine import AsyncEngine
 from serving.mixes import ModelRegistry
-from serving.server import ServerConfig
-from tests.http.conftest import serving
+from serving.prompts import PromptEncoder
+from serving.server import ServerConfig, create_app
+from tests.http.conftest import MAX_MODEL_LEN, VOCAB, running, serving
 from tests.http.fake_engine import FakeEngine
 
 GREEDY = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
@@ -135,6 +138,25 @@ def test_a_template_that_refuses_the_messages_is_a_bad_request(
             assert "roles must alternate" in refused.json()["error"]["message"]
     finally:
         tokenizer.chat_template = template
+
+
+def test_l1_every_route_of_the_application_but_health_asks_for_the_key(
+    engine: FakeEngine, registry: ModelRegistry, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Case L3 too: the routes are those that the application has, whatever is added to it."""
+    config = ServerConfig(port=0, api_key="secret", drain_s=0.2)
+    async_engine = AsyncEngine(engine)
+    encoder = PromptEncoder(tokenizer, vocab=VOCAB, max_model_len=MAX_MODEL_LEN)
+    app = create_app(async_engine, registry, encoder, lambda: (b"", "text/plain"), config)
+    routes = [(m, str(getattr(r, "path", ""))) for r in app.routes for m in getattr(r, "methods", None) or ["GET"]]
+    assert {("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/docs")} <= set(routes)
+    with running(app, async_engine, config) as url, httpx.Client(base_url=url) as client:
+        for method, path in routes:
+            path = re.sub(r"{.*}", "a", path)
+            without = client.request(method, path).status_code
+            assert without == (200 if path == "/health" else 401), (method, path)
+            with_key = client.request(method, path, headers={"authorization": "Bearer secret"})
+            assert with_key.status_code not in (401, 404, 405), (method, path)
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE"])
