@@ -63,6 +63,19 @@ class StepBatch:
         return self.tokens.shape == self.rows.shape
 
 
+def empty_batch(num_tokens: int, num_seqs: int) -> StepBatch:
+    """A batch without work; under `jax.eval_shape`, the shapes of a bucket."""
+    ints = jnp.zeros((num_seqs,), jnp.int32)
+    return StepBatch(
+        tokens=jnp.zeros((num_tokens,), jnp.int32),
+        rows=ints,
+        seq_starts=ints,
+        seq_lens=ints,
+        context_lens=ints,
+        use_last_token=jnp.zeros((num_seqs,), bool),
+    )
+
+
 @pytree_dataclass
 class _TokenPlaces:
     """Attributes:

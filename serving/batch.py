@@ -211,8 +211,5 @@ def build_batch(plan: StepPlan, bucket: Bucket) -> BatchArrays:
         rows[i], starts[i], lens[i], contexts[i] = chunk.row, start, chunk.num_tokens, chunk.start
         is_sampled[i], steps[i] = chunk.samples, chunk.stop - request.num_prompt_tokens
         start += chunk.num_tokens
-    batch = StepBatch(
-        tokens=tokens, rows=rows, seq_starts=starts, seq_lens=lens, context_lens=contexts, use_last_token=use_last
-    )  # pyright: ignore[reportArgumentType]
-    batch, is_sampled, steps = jax.device_put((batch, is_sampled, steps))
-    return BatchArrays(batch=batch, is_sampled=is_sampled, steps=steps)
+    arrays = jax.device_put((tokens, rows, starts, lens, contexts, use_last, is_sampled, steps))
+    return BatchArrays(batch=StepBatch(*arrays[:6]), is_sampled=arrays[6], steps=arrays[7])

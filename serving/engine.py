@@ -35,7 +35,7 @@ from dymerge_jax.layered_step import LayeredStep
 from dymerge_jax.lora import empty_content, empty_slots, slot_bytes, write_slot
 from dymerge_jax.model import Implementations, SplitModel, model_from_params
 from dymerge_jax.sampling import SampledTokens, sample_step
-from dymerge_jax.step import StepBatch, forward_step
+from dymerge_jax.step import StepBatch, empty_batch, forward_step
 from serving.adapter_store import AdapterStore, StoredAdapter
 from serving.batch import Bucket, Buckets, RowTables, build_batch, make_buckets
 from serving.block_pool import BlockPool
@@ -224,10 +224,15 @@ class Engine:
         self._sample[num_seqs, kind] = lowered.compile()
 
     def _warm_up(self) -> None:
-        """Runs every program once on an empty batch, and one slot update, so that no request pays for a first call."""
+        """Runs programs once on an empty batch, and one slot update, so that no request pays for a first call."""
+        warm_samplers: set[int] = set()
         for bucket in self.buckets.all:
-            for kind in _SAMPLER_KINDS:
-                self._run(StepPlan(), bucket, kind)
+            if bucket.num_seqs not in warm_samplers:
+                for kind in _SAMPLER_KINDS:
+                    self._run(StepPlan(), bucket, kind)
+                warm_samplers.add(bucket.num_seqs)
+            elif not self._is_layered:  # a CPU has nothing to set up: a first call takes what any other does
+                self._run(StepPlan(), bucket, _SAMPLER_KINDS[0])
         content = empty_content(self.model.config, slot_rank=self.config.slot_rank, dtype=self.model.dtype)
         self._slots = write_slot(self._slots, 0, content)
         jax.block_until_ready(self._last_tokens)
@@ -478,18 +483,7 @@ def _token_logprob(request: Request, index: int, sampled: SampledTokens) -> Toke
 
 
 def _abstract_batch(bucket: Bucket) -> StepBatch:
-    def ints(n: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((n,), jnp.int32)
-
-    n = bucket.num_seqs
-    return StepBatch(
-        tokens=ints(bucket.num_tokens),
-        rows=ints(n),
-        seq_starts=ints(n),
-        seq_lens=ints(n),
-        context_lens=ints(n),
-        use_last_token=jax.ShapeDtypeStruct((n,), jnp.bool_),
-    )  # pyright: ignore[reportArgumentType]
+    return jax.eval_shape(functools.partial(empty_batch, bucket.num_tokens, bucket.num_seqs))
 
 
 def _blocks_that_fit(model: SplitModel, config: EngineConfig) -> int:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.monitoring
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +13,7 @@ from dymerge_jax.lora import AdapterWeights
 from dymerge_jax.model import SplitModel, params_of
 from serving.engine import Engine
 from tests.support import numpy_llama
+from tests.support.compiles import recorded_compiles
 from tests.support.engines import generate, make_engine, make_request, run_to_end, token_ids
 from tests.support.tiny_models import random_adapter, random_gated_set, tiny_model
 
@@ -229,14 +229,7 @@ def test_law_5_running_requests_own_their_blocks_alone(engine: Engine) -> None:
 def test_law_6_nothing_compiles_after_the_start(split, adapters) -> None:
     adapters = adapters | {"new": random_adapter(split.config, rank=13, seed=99)}
     engine = make_engine(split, adapters)
-    compiles: list[str] = []
-
-    def listen(event: str, duration_s: float, **_: Any) -> None:
-        if "backend_compile" in event:
-            compiles.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with recorded_compiles() as compiles:
         for i, mix in enumerate([{}, {"a": 1.0}, {"a": 0.1, "b": 0.2, "c": 0.3}, {"new": 1.0}, {"new": 0.5, "d": 2.0}]):
             engine.add_request(make_request(engine, f"g{i}", range(1, 3 + 9 * i), mix, max_tokens=7))
             engine.add_request(
@@ -246,5 +239,3 @@ def test_law_6_nothing_compiles_after_the_start(split, adapters) -> None:
         assert compiles == []
         jax.jit(lambda x: x + len(compiles))(np.float32(1))
         assert compiles, "the listener hears nothing"
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)

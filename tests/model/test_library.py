@@ -1,13 +1,13 @@
 """The library's front: batches, mixes, generate, and what it refuses."""
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dymerge_jax as dm
 from dymerge_jax.library import Model, pad_batch
+from tests.support.compiles import recorded_compiles
 from tests.support.tiny_models import random_adapter, tiny_model
 
 PROMPTS = [[5, 9, 2, 40], [100, 90, 80, 70, 60, 50], [1]]
@@ -59,18 +59,9 @@ def test_a_new_mix_seed_or_adapter_compiles_nothing(model: Model) -> None:
     generate = dm.make_generate(model, max_new_tokens=4, temperature=0.9, top_p=0.9)
     batch = pad_batch(PROMPTS)
     generate(batch, model.mix(MIXES))
-    compiles: list[str] = []
-
-    def listen(event: str, duration_s: float, **_: object) -> None:
-        if "backend_compile" in event:
-            compiles.append(event)
-
     model.add_adapter("late", random_adapter(model.config, rank=2, seed=5))
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with recorded_compiles() as compiles:
         generate(batch, model.mix([{"late": 2.0, "a": 0.1, "b": 0.1}, {"b": 1.0}, {"late": -1.0}]), seed=3)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
     assert compiles == []
 
 

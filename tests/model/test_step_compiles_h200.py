@@ -11,11 +11,12 @@ import pytest
 
 from dymerge_jax.config import named_config
 from dymerge_jax.gating import build_gate_array
+from dymerge_jax.generate import uniform_sampling
 from dymerge_jax.kv_cache import empty_cache
 from dymerge_jax.lora import empty_slots
 from dymerge_jax.model import abstract_model
-from dymerge_jax.sampling import SamplingParams, sample_step
-from dymerge_jax.step import AdapterMix, StepBatch, forward_step
+from dymerge_jax.sampling import sample_step
+from dymerge_jax.step import AdapterMix, empty_batch, forward_step
 from tests.support.aot_h200 import H200, h200_target
 from tests.support.tiny_models import random_gated_set
 
@@ -52,17 +53,9 @@ def compile_step(
             random_gated_set(config, "p", experts, granularity="projection", top_k=None, renormalize=False, seed=0),
         ]
         gates = jax.eval_shape(lambda: build_gate_array(config, sets, num_slots=NUM_SLOTS))
-    batch: Any = StepBatch(
-        tokens=ints(num_tokens),
-        rows=ints(num_seqs),
-        seq_starts=ints(num_seqs),
-        seq_lens=ints(num_seqs),
-        context_lens=ints(num_seqs),
-        use_last_token=jax.ShapeDtypeStruct((num_seqs,), jnp.bool_),
-    )
-    mix: Any = AdapterMix(
-        weights=jax.ShapeDtypeStruct((NUM_ROWS, NUM_SLOTS), jnp.float32), gated_set_ids=ints(NUM_ROWS)
-    )
+    batch = jax.eval_shape(functools.partial(empty_batch, num_tokens, num_seqs))
+    weights = jnp.zeros((NUM_ROWS, NUM_SLOTS), jnp.float32)
+    mix = AdapterMix(weights=weights, gated_set_ids=jnp.zeros((NUM_ROWS,), jnp.int32))
     compiled = h200.compile(
         functools.partial(forward_step, model.graph),
         *(model.state, cache, slots, gates, mix, ints(NUM_ROWS, NUM_BLOCKS // 8), ints(NUM_ROWS), batch),
@@ -101,8 +94,7 @@ def test_a_step_program_compiles_and_updates_the_cache_in_place(h200, size, dtyp
 @pytest.mark.parametrize(("is_greedy", "with_logprobs"), [(True, False), (False, True)])
 def test_a_sampler_program_compiles(h200, is_greedy, with_logprobs) -> None:
     n = 32
-    floats = jax.ShapeDtypeStruct((n,), jnp.float32)
-    params: Any = SamplingParams(floats, ints(n), floats, floats, jax.ShapeDtypeStruct((n,), jnp.uint32))
+    params = uniform_sampling(n, temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, seed=0)
     flags = jax.ShapeDtypeStruct((n,), jnp.bool_)
     step = functools.partial(sample_step, is_greedy=is_greedy, with_logprobs=with_logprobs)
     logits = jax.ShapeDtypeStruct((n, 128256), jnp.float32)
