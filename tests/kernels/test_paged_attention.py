@@ -179,22 +179,24 @@ def test_every_implementation_is_tested():
     assert set(get_args(Implementation)) == {"reference", *IMPLEMENTATIONS}
 
 
-# On a GPU.
+# Real sizes: compiled on a GPU, else interpreted among the slow tests.
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, "bfloat16") for name in SHAPES]
     + [(name, "float32") for name in SHAPES if name.startswith("135m")]
     + [("8b_decode_32x1024", "float32"), ("8b_mixed_512", "float32")],
 )
-def test_model_shapes_match_the_reference_on_a_gpu(name: str, dtype: str, rng: np.random.Generator):
+def test_model_shapes_match_the_reference(name: str, dtype: str, rng: np.random.Generator):
     case = make_case(SHAPES[name], dtype, rng)
     case.check(attend(case.inputs, "pallas_triton"))
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU: the interpreter computes no offsets")
 def test_cells_beyond_two_to_the_31_elements_are_reached(rng: np.random.Generator):
     """A cache of over 2^31 bfloat16 elements whose last blocks are the live ones."""
     shape = AttentionShape((1, 20), (300, 40), num_q_heads=8, num_kv_heads=8, head_dim=128, tile_size=16)
