@@ -7,6 +7,8 @@ Gates are named "layers.{layer}.gate.weight" [num_experts, hidden], or with gran
 granularity "layer", top_k null (all experts), renormalize false, and the folder's name.
 """
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,45 @@ def load_gated_set(path: str | Path, config: LlamaConfig) -> GatedSetWeights:
         renormalize=content.get("renormalize", False),
         gates=gates,
     )
+
+
+def load_gated_sets(
+    folders: Sequence[str | Path], config: LlamaConfig, adapters: Sequence[tuple[str, Path]]
+) -> tuple[list[GatedSetWeights], list[tuple[str, Path]]]:
+    """Reads gated sets and names their experts.
+
+    Args:
+      folders: of the sets.
+      config: the base model.
+      adapters: (name, folder) of every adapter that is served.
+
+    Returns:
+      The sets, whose experts are all adapter names now; and the adapters, with the folders among the experts that
+      were not among them: such an adapter has its folder's name, or "set/folder" if that is taken.
+
+    Raises:
+      MissingFileError, CheckpointError: See `load_gated_set`.
+      ValueError: If an expert is in a set twice.
+    """
+    adapters = list(adapters)
+    sets = []
+    for gated_set in (load_gated_set(folder, config) for folder in folders):
+        experts = tuple(_expert_name(expert, gated_set.name, adapters) for expert in gated_set.experts)
+        sets.append(dataclasses.replace(gated_set, experts=experts))
+    return sets, adapters
+
+
+def _expert_name(expert: str, set_name: str, adapters: list[tuple[str, Path]]) -> str:
+    """The expert's name; an adapter folder that has none yet gets one and joins `adapters`."""
+    path = Path(expert)
+    if not path.is_absolute():
+        return expert
+    for name, folder in adapters:
+        if folder.resolve() == path:
+            return name
+    is_taken = path.name in (name for name, _ in adapters)
+    adapters.append((f"{set_name}/{path.name}" if is_taken else path.name, path))
+    return adapters[-1][0]
 
 
 def _field_problems(content: dict[str, Any]) -> list[str]:

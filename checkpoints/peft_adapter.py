@@ -9,6 +9,7 @@ and the log says so; saved token embeddings refuse the adapter, even if they equ
 import dataclasses
 import hashlib
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -195,6 +196,26 @@ def adapter_sources(spec: str) -> list[tuple[str, Path]]:
     if others := sorted(child.name for child in path.iterdir() if child.is_dir() and child not in found):
         _log.info("%s: no adapters, left out: %s", path, ", ".join(others))
     return [(child.name, child) for child in found]
+
+
+def collect_adapters(specs: Iterable[str | Path]) -> list[tuple[str, Path]]:
+    """Names and folders of the adapters that all `specs` stand for together; see `adapter_sources`.
+
+    A folder that is given twice under one name counts once; under two names it is two adapters.
+
+    Raises:
+      MissingFileError: If a path does not exist or holds no adapter.
+      CheckpointError: If two folders have one name.
+    """
+    by_name: dict[str, Path] = {}
+    for spec in specs:
+        for name, path in adapter_sources(str(spec)):
+            first = by_name.setdefault(name, path)
+            if first.resolve() != path.resolve():
+                raise CheckpointError(
+                    f"two adapters are named {name!r}: {first} and {path}; give one another name with name=folder"
+                )
+    return list(by_name.items())
 
 
 def _existing(path: Path, spec: str) -> Path:

@@ -47,6 +47,8 @@ class GatedSetWeights:
     def __post_init__(self) -> None:
         if not self.experts:
             raise ValueError(f"gated set {self.name!r} names no experts; it needs at least one")
+        if twice := sorted({e for e in self.experts if self.experts.count(e) > 1}):
+            raise ValueError(f"gated set {self.name!r} has an expert twice: {', '.join(twice)}; name each once")
         if self.top_k is not None and not 1 <= self.top_k <= len(self.experts):
             raise ValueError(
                 f"gated set {self.name!r} has top_k {self.top_k}; expected 1 to {len(self.experts)} experts"

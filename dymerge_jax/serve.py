@@ -12,7 +12,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
@@ -21,7 +21,6 @@ from serving.config import DTypeName, EngineConfig, SchedulerName
 
 if TYPE_CHECKING:  # what needs jax or transformers is imported once the flags are known to be right
     from checkpoints.loaded_model import LoadedModel
-    from dymerge_jax.gating import GatedSetWeights
     from serving.engine import Engine
     from serving.mixes import ModelRegistry
     from serving.server import ServerConfig
@@ -85,8 +84,8 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     import jax
 
     from checkpoints.formats import load_model
-    from checkpoints.gated_set import load_gated_set
-    from checkpoints.peft_adapter import adapter_sources
+    from checkpoints.gated_set import load_gated_sets
+    from checkpoints.peft_adapter import collect_adapters
     from dymerge_jax.demo import demo_adapters
     from serving.engine import build_engine
     from serving.mixes import AdapterEntry, GatedSetEntry, ModelRegistry
@@ -98,16 +97,16 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     specs = options.adapters
     if specs is None:
         specs = [str(path) for path in demo_adapters()] if is_demo and config.adapter_slots else []
-    adapters = unique_names(source for spec in specs for source in adapter_sources(spec))
+    adapters = collect_adapters(specs)
     loaded = load_model(options.model, dtype=config.dtype, progress=True)
-    folders = [Path(folder) for folder in options.gated_sets or []]
-    gated_sets = [named_experts(load_gated_set(folder, loaded.config), adapters) for folder in folders]
+    folders = options.gated_sets or []
+    gated_sets, adapters = load_gated_sets(folders, loaded.config, adapters)
     engine = build_engine(loaded, adapters, gated_sets, config)
     registry = ModelRegistry(
         options.served_model_name or loaded.name,
         options.model,
         [AdapterEntry(name, str(path), engine.store.num_slots(name)) for name, path in adapters],
-        [GatedSetEntry(s.name, s.experts, str(f)) for s, f in zip(gated_sets, folders, strict=True)],
+        [GatedSetEntry(s.name, s.experts, folder) for s, folder in zip(gated_sets, folders, strict=True)],
         num_slots=config.adapter_slots,
         slot_rank=config.slot_rank,
     )
@@ -122,37 +121,6 @@ def keep_compiled_programs() -> None:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(caches / "dymerge_jax" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-
-
-def unique_names(sources: "Iterable[tuple[str, Path]]") -> list[tuple[str, Path]]:
-    """The adapters of all --adapters flags.
-
-    Raises:
-      ValueError: If two of them have one name.
-    """
-    by_name: dict[str, Path] = {}
-    for name, path in sources:
-        if name in by_name and by_name[name] != path:
-            raise ValueError(
-                f"two adapters are named {name!r}: {by_name[name]} and {path}; give one another name with "
-                "--adapters NAME=FOLDER"
-            )
-        by_name[name] = path
-    return list(by_name.items())
-
-
-def named_experts(gated_set: "GatedSetWeights", adapters: list[tuple[str, Path]]) -> "GatedSetWeights":
-    """The set with experts that are given as folders replaced by names; such folders join `adapters`."""
-    names = {path.resolve(): name for name, path in adapters}
-    experts = []
-    for expert in gated_set.experts:
-        path = Path(expert)
-        if path.is_absolute() and path not in names:
-            name = path.name if path.name not in names.values() else f"{gated_set.name}/{path.name}"
-            adapters.append((name, path))
-            names[path] = name
-        experts.append(names[path] if path.is_absolute() else expert)
-    return dataclasses.replace(gated_set, experts=tuple(experts))
 
 
 def run(

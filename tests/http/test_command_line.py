@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from dymerge_jax.config import named_config
-from dymerge_jax.serve import engine_config, main, make_parser, make_server_config, unique_names, welcome
+from dymerge_jax.serve import engine_config, main, make_parser, make_server_config, welcome
 from serving.config import EngineConfig
 from serving.mixes import AdapterEntry, GatedSetEntry, ModelRegistry
 from serving.server import ServerConfig
@@ -117,12 +117,6 @@ def test_flags_default_to_the_engines_config_and_the_key_may_come_from_the_envir
 def test_every_flag_tells_its_default() -> None:
     for action in make_parser()._actions:
         assert action.dest == "help" or "default:" in (action.help or ""), action.dest
-
-
-def test_two_adapters_of_one_name_are_refused_with_both_folders() -> None:
-    with pytest.raises(ValueError, match=r"'a'.*x/a.*y/a"):
-        unique_names([("a", Path("x/a")), ("a", Path("y/a"))])
-    assert unique_names([("a", Path("x/a")), ("a", Path("x/a"))]) == [("a", Path("x/a"))]
 
 
 def test_names_that_collide_or_experts_that_are_missing_are_refused() -> None:

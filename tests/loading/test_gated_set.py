@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints.errors import CheckpointError, MissingFileError
-from checkpoints.gated_set import load_gated_set
+from checkpoints.gated_set import load_gated_set, load_gated_sets
 from dymerge_jax.config import PROJECTIONS, named_config
 from tests.support.tiny_checkpoints import projection_shape, write_adapter, write_gated_set, write_json
 
@@ -55,9 +55,38 @@ def test_gates_become_float32(tmp_path: Path, dtype: str) -> None:
 def test_experts_may_be_folders_relative_to_the_set(tmp_path: Path) -> None:
     inside = write_adapter(tmp_path / "moe" / "inside", TINY, rank=2, alpha=2, seed=0)
     beside = write_adapter(tmp_path / "beside", TINY, rank=2, alpha=2, seed=0)
-    experts = ["inside", "../beside", str(beside), "by-name"]
-    path = write_gated_set(tmp_path / "moe", TINY, experts)
-    assert load_gated_set(path, TINY).experts == (str(inside), str(beside), str(beside), "by-name")
+    path = write_gated_set(tmp_path / "moe", TINY, ["inside", "../beside", "by-name"])
+    assert load_gated_set(path, TINY).experts == (str(inside), str(beside), "by-name")
+    path = write_gated_set(tmp_path / "moe2", TINY, [str(beside), "../moe/inside"])
+    assert load_gated_set(path, TINY).experts == (str(beside), str(inside))
+
+
+def test_one_expert_by_two_paths_is_refused(tmp_path: Path) -> None:
+    beside = write_adapter(tmp_path / "beside", TINY, rank=2, alpha=2, seed=0)
+    path = write_gated_set(tmp_path / "moe", TINY, ["../beside", "a", str(beside)])
+    with pytest.raises(ValueError, match=r"'moe' has an expert twice: .*beside"):
+        load_gated_set(path, TINY)
+
+
+def test_experts_get_names_and_folders_that_are_no_adapters_yet_become_some(tmp_path: Path) -> None:
+    known = write_adapter(tmp_path / "known", TINY, rank=2, alpha=2, seed=0)
+    new = write_adapter(tmp_path / "new", TINY, rank=2, alpha=2, seed=1)
+    same_name = write_adapter(tmp_path / "moe" / "known", TINY, rank=2, alpha=2, seed=2)
+    first = write_gated_set(tmp_path / "moe", TINY, ["../known", "../new", "known", "by-name"])
+    second = write_gated_set(tmp_path / "other", TINY, ["../new", "alias"])
+    served = [("alias", known), ("by-name", tmp_path / "elsewhere")]
+    sets, adapters = load_gated_sets([first, second], TINY, served)
+    assert [s.experts for s in sets] == [("alias", "new", "known", "by-name"), ("new", "alias")]
+    assert adapters == [*served, ("new", new), ("known", same_name)]
+    _, adapters = load_gated_sets([first], TINY, [("known", known)])
+    assert adapters == [("known", known), ("new", new), ("moe/known", same_name)]
+
+
+def test_an_expert_by_name_and_by_folder_is_refused(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "beside", TINY, rank=2, alpha=2, seed=0)
+    path = write_gated_set(tmp_path / "moe", TINY, ["../beside", "a"])
+    with pytest.raises(ValueError, match="'moe' has an expert twice: a"):
+        load_gated_sets([path], TINY, [("a", folder)])
 
 
 @pytest.mark.parametrize("expert", ["./nope", "../nope", "/nope"])

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints.errors import CheckpointError, MissingFileError
-from checkpoints.peft_adapter import adapter_sources, inspect_adapter, load_adapter
+from checkpoints.peft_adapter import adapter_sources, collect_adapters, inspect_adapter, load_adapter
 from dymerge_jax.config import PROJECTIONS, named_config
 from dymerge_jax.lora import ProjectionWeights
 from tests.support.tiny_checkpoints import (
@@ -472,3 +472,21 @@ def test_the_scale_is_a_plain_float(write: WriteAdapter) -> None:
     path = write(rank=3, alpha=8)
     config = json.loads((path / "adapter_config.json").read_text())
     assert math.isclose(load_adapter(path, TINY).projections[0, "q_proj"].scale, config["lora_alpha"] / 3)
+
+
+def test_adapters_of_all_sources_are_collected_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "ab":
+        write_adapter(tmp_path / "all" / name, TINY, rank=2, alpha=2, seed=0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "all" / "b")
+    specs = ["all", Path("all/a"), f"b={tmp_path}/link", "twice=all/a"]
+    assert collect_adapters(specs) == [
+        ("a", Path("all/a")), ("b", Path("all/b")), ("twice", Path("all/a"))
+    ]  # fmt: skip
+    assert collect_adapters([]) == []
+
+
+def test_two_folders_of_one_name_are_refused_with_both(tmp_path: Path) -> None:
+    first, second = (write_adapter(tmp_path / x / "a", TINY, rank=2, alpha=2, seed=0) for x in "xy")
+    with pytest.raises(CheckpointError, match=rf"two adapters are named 'a': {first} and {second}"):
+        collect_adapters([first, second])
