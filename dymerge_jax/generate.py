@@ -11,7 +11,7 @@ from dymerge_jax.gating import GateArray
 from dymerge_jax.kv_cache import KVCache, empty_cache
 from dymerge_jax.lora import SlotArray
 from dymerge_jax.model import Implementations, Llama
-from dymerge_jax.sampling import SamplingParams, pick_tokens
+from dymerge_jax.sampling import SamplingParams, device_seed, pick_tokens
 from dymerge_jax.step import AdapterMix, StepBatch, hidden_states
 from pallas_kernels.pytree import pytree_dataclass
 
@@ -193,11 +193,12 @@ def generate_tokens(
 def uniform_sampling(
     num_seqs: int, *, temperature: float, top_k: int, top_p: float, min_p: float, seed: Int[Array, ""] | int
 ) -> SamplingParams:
-    """The same parameters for every row; rows draw from different seeds."""
-    seeds: UInt[Array, " num_seqs"] = jnp.asarray(seed, jnp.uint32) + jnp.arange(num_seqs, dtype=jnp.uint32)
+    """The same parameters for every row; row i draws from seed + i."""
+    first_seed = device_seed(seed) if isinstance(seed, int) else seed
+    seeds: UInt[Array, " num_seqs"] = jnp.asarray(first_seed, jnp.uint32) + jnp.arange(num_seqs, dtype=jnp.uint32)
     return SamplingParams(
         temperature=jnp.full((num_seqs,), temperature, jnp.float32),
-        top_k=jnp.full((num_seqs,), top_k, jnp.int32),
+        top_k=jnp.full((num_seqs,), min(top_k, jnp.iinfo(jnp.int32).max), jnp.int32),
         top_p=jnp.full((num_seqs,), top_p, jnp.float32),
         min_p=jnp.full((num_seqs,), min_p, jnp.float32),
         seeds=seeds,

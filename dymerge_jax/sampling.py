@@ -46,6 +46,11 @@ class SampledTokens:
     top_logprobs: Float[Array, "num_seqs num_top"] | None
 
 
+def device_seed(seed: int) -> int:
+    """Any integer folded to the 32 bits of `SamplingParams.seeds`."""
+    return (seed ^ (seed >> 32)) & 0xFFFFFFFF
+
+
 def _keep(
     scaled: Float[Array, "num_seqs vocab"],
     top_k: Int[Array, " num_seqs"],

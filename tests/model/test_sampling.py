@@ -59,7 +59,7 @@ def test_logits_that_are_not_numbers_give_some_token_of_the_vocabulary(logits) -
         row[7] = bad
         for rows in (row, np.full_like(row, bad)):
             tokens = draw(rows, top_k=5, top_p=0.9)
-            assert ((0 <= tokens) & (tokens < VOCAB)).all()
+            assert ((tokens >= 0) & (tokens < VOCAB)).all()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
