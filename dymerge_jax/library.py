@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ MixSpec = Mapping[str, float] | str
 """One row's mix: adapter name to weight, or the name of a gated set. {} is the base model."""
 
 
+@runtime_checkable
 class Generate(Protocol):
     """What `make_generate` makes."""
 
