@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from dymerge_jax.sampling import SamplingParams
+from dymerge_jax.sampling import SamplingParams, device_seed
 from dymerge_jax.step import AdapterMix, StepBatch
 from serving.plan import Chunk, StepPlan
 from serving.request import Request
@@ -166,17 +166,12 @@ class RowTables:
         gated_set = request.mix.gated_set
         self._gated_set_ids[row] = -1 if gated_set is None else gated_set_ids[gated_set]
         s = request.sampling
-        self._temperature[row] = s.temperature
+        self._temperature[row] = min(s.temperature, np.finfo(np.float32).max)
         self._top_k[row] = min(s.top_k, np.iinfo(np.int32).max)
         self._top_p[row] = s.top_p
         self._min_p[row] = s.min_p
-        self._seeds[row] = _device_seed(s.seed)
-
-
-def _device_seed(seed: int | None) -> int:
-    """A request's seed folded to 32 bits; a fresh one if it gave none."""
-    seed = secrets.randbits(32) if seed is None else seed
-    return (seed ^ (seed >> 32)) & 0xFFFFFFFF
+        # Without a seed, a fresh one for every admission: nobody can tell.
+        self._seeds[row] = device_seed(secrets.randbits(32) if s.seed is None else s.seed)
 
 
 @dataclasses.dataclass(frozen=True)

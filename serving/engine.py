@@ -85,9 +85,14 @@ class Engine:
     Attributes:
       config: as given.
       model: weights on the device.
+      tokenizer: a transformers tokenizer, or None.
       store: adapters on the host.
+      gated_sets: gated sets a request may name.
       max_model_len: most tokens of one request, prompt and output together.
       metrics: counters and histograms.
+      scheduler: waiting and running requests, and who owns which rows and blocks.
+      slot_cache: which adapter is in which slots.
+      buckets: sizes of the step programs.
     """
 
     def __init__(
@@ -261,12 +266,15 @@ class Engine:
         Raises:
           InvalidRequestError: If it could never run here; nothing has changed then.
         """
-        self.scheduler.add(request)
-        self.metrics.observe_arrival(request)
+        detokenizer = None
         if self.tokenizer is not None:
-            self._detokenizers[request.request_id] = IncrementalDetokenizer(
+            detokenizer = IncrementalDetokenizer(
                 self.tokenizer.backend_tokenizer, request.prompt_token_ids, request.sampling.stop
             )
+        self.scheduler.add(request)
+        self.metrics.observe_arrival(request)
+        if detokenizer is not None:
+            self._detokenizers[request.request_id] = detokenizer
 
     def abort(self, request_id: str) -> None:
         """Ends a request and releases what it owns; an unknown or finished one is ignored."""
@@ -287,7 +295,7 @@ class Engine:
         If anything fails on the way, every running request ends with reason ERROR, the device's state is made anew
         where it was lost, and the exception goes on to the caller; waiting requests and later ones can run.
         """
-        plan = StepPlan()
+        plan = None
         try:
             plan = self.scheduler.plan(self._clock())
             outputs = self._carry_out(plan)
@@ -307,16 +315,19 @@ class Engine:
         before, self._in_flight = self._in_flight, dispatched
         return self._commit(before) if before is not None else []
 
-    def _give_up(self, plan: StepPlan) -> None:
+    def _give_up(self, plan: StepPlan | None) -> None:
+        """Ends what runs after a failure in `plan`, or in planning if it is None; makes lost device state anew."""
         self._in_flight = None
-        for request in self.scheduler.fail(plan):
+        for request in self.scheduler.fail(plan or StepPlan()):
             self._forget(request)
-        if any(array.is_deleted() for array in (*self._cache.layers, self._last_tokens)):
+        if _delete_if_lost((*self._cache.layers, self._last_tokens)):
             self._make_cache()
-        if any(array.is_deleted() for array in jax.tree.leaves(self._slots)):
+        are_slots_lost = _delete_if_lost(jax.tree.leaves(self._slots))
+        if are_slots_lost:
+            self._make_slots()
+        if are_slots_lost or plan is None:  # without a plan, nobody knows which loads it began
             for name in tuple(self.slot_cache.resident):
                 self.slot_cache.remove(name)
-            self._make_slots()
 
     def _dispatch(self, plan: StepPlan) -> _InFlight:
         start_s = self._clock()
@@ -480,6 +491,19 @@ def _token_logprob(request: Request, index: int, sampled: SampledTokens) -> Toke
     num_top = request.sampling.logprobs or 0
     top = zip(sampled.top_tokens[index, :num_top].tolist(), sampled.top_logprobs[index, :num_top].tolist(), strict=True)
     return TokenLogprob(int(sampled.tokens[index]), float(sampled.logprobs[index]), tuple(top))
+
+
+def _delete_if_lost(arrays: Sequence[Array]) -> bool:
+    """Frees the memory of all `arrays` and returns True if one of them was donated to, or made by, a failed program."""
+    try:
+        jax.block_until_ready(arrays)
+    except Exception:
+        logger.warning("the device's state is lost", exc_info=True)
+    else:
+        return False
+    for array in arrays:
+        array.delete()  # nothing happens to one that is deleted already
+    return True
 
 
 def _abstract_batch(bucket: Bucket) -> StepBatch:

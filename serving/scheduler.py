@@ -202,7 +202,7 @@ class Scheduler:
             # It may have been preempted for one before it.
             if request.phase is Phase.RUNNING and request.num_total_tokens < self._token_limit(request):
                 self._plan_chunk(request, draft)
-        if not draft.is_short_of_blocks:
+        if self._waiting and self._free_rows and not draft.is_short_of_blocks:
             self._admit(draft, now_s)
         return StepPlan(tuple(draft.chunks.values()), tuple(draft.loads), tuple(draft.preempted))
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from dymerge_jax.kv_cache import KVCache
 from serving.engine import Engine
 from serving.request import FinishReason
 from tests.support.engines import generate, make_engine, make_request, run_to_end, token_ids
@@ -117,6 +118,59 @@ def test_a_failed_step_ends_what_ran_and_the_next_request_is_right(
     assert not engine.has_work
     engine.check_integrity()
     assert generate(engine, PROMPT, {"a": 1.0}) == wanted
+
+
+class Poisoned:
+    """A result of a program that failed on the device after it was dispatched: alive, but without a value."""
+
+    def __init__(self) -> None:
+        self.is_freed = False
+
+    def block_until_ready(self) -> None:
+        raise RuntimeError("the program failed")
+
+    def delete(self) -> None:
+        self.is_freed = True
+
+
+def test_results_of_a_program_that_failed_on_the_device_are_freed_and_made_anew(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, unchecked_annotations: None
+) -> None:
+    wanted = generate(engine, PROMPT, {"a": 1.0})
+    poisoned = [Poisoned() for _ in engine._cache.layers]
+    engine.add_request(make_request(engine, "r", PROMPT, {"a": 1.0}))
+
+    def fail(*args: object) -> None:
+        engine._cache = KVCache(layers=tuple(poisoned))  # type: ignore[arg-type]
+        raise RuntimeError("the device is unwell")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_forward", dict.fromkeys(engine.buckets.all, fail))
+        with pytest.raises(RuntimeError, match="unwell"):
+            engine.step()
+    assert all(array.is_freed for array in poisoned)
+    assert generate(engine, PROMPT, {"a": 1.0}) == wanted
+
+
+def test_a_failure_of_the_planning_leaves_no_adapter_taken_for_loaded(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate(engine, PROMPT, {"a": 1.0})
+    generate(engine, PROMPT, {"b": 1.0})
+    engine.add_request(make_request(engine, "r", PROMPT, {"c": 1.0}))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "_plan_chunk", lambda *_: 1 / 0)  # c has its slots by now, but no copy
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert not engine.slot_cache.resident
+    engine.check_integrity()
+
+
+def test_a_request_that_cannot_be_detokenized_is_not_taken_in(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "tokenizer", object())
+    with pytest.raises(AttributeError):
+        engine.add_request(make_request(engine, "r", PROMPT, {}))
+    assert not engine.has_work
 
 
 def test_the_same_seed_gives_the_same_tokens_whatever_shares_the_batch(engine: Engine) -> None:
