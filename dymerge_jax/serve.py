@@ -42,8 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    if options.log_level == "info":  # which backends jax did not find is no news
-        logging.getLogger("jax").setLevel(logging.WARNING)
+    if options.log_level == "info":  # which backends jax did not find, and what Orbax does in detail, is no news
+        for name in ("jax", "absl"):
+            logging.getLogger(name).setLevel(logging.WARNING)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # only its tokenizers are used: it misses no torch
     _handle_signals(_quit)
     try:
