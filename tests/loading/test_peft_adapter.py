@@ -352,11 +352,14 @@ def test_a_rank_other_than_the_configs_is_refused_with_both(write: WriteAdapter)
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_d8_nan_and_infinite_weights_are_refused_by_name(write: WriteAdapter, value: float, dtype: type) -> None:
-    tensor = np.zeros((4, 64), dtype)
-    tensor[3, 63] = value
-    path = write(extra_tensors={KEY.format("A"): tensor})
-    with pytest.raises(CheckpointError, match=r"NaN or infinite weights: .*layers\.0\.self_attn\.q_proj\.lora_A"):
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_d8_nan_and_infinite_weights_are_refused_by_name(
+    write: WriteAdapter, value: float, dtype: type, side: str
+) -> None:
+    tensor = np.zeros((4, 64) if side == "A" else (64, 4), dtype)
+    tensor[-1, -1] = value
+    path = write(extra_tensors={KEY.format(side): tensor})
+    with pytest.raises(CheckpointError, match=rf"NaN or infinite weights: .*layers\.0\.self_attn\.q_proj\.lora_{side}"):
         load_adapter(path, TINY)
 
 
