@@ -54,10 +54,10 @@ def test_a_batch_of_gated_static_and_base_rows_equals_a_loop_over_tokens(gated_m
 
 def test_the_rows_of_the_test_batch_differ_from_the_base_model(gated_model) -> None:
     model, _, sets = gated_model
-    batch = pad_batch([PROMPTS[2]] * len(sets))
-    base = np.asarray(model.logits(batch, model.mix([{}] * len(sets))))
-    gated = np.asarray(model.logits(batch, model.mix([s.name for s in sets])))
-    assert (np.abs(gated - base).max(axis=(1, 2)) > 0.1).all()
+    rows = [*(s.name for s in sets), {}, {}]
+    logits = np.asarray(model.logits(pad_batch([PROMPTS[2]] * 6), model.mix(rows)))
+    assert (np.abs(logits[:4] - logits[4]).max(axis=(1, 2)) > 0.1).all()
+    np.testing.assert_array_equal(logits[4], logits[5])
 
 
 def test_a_gated_row_does_not_depend_on_its_batch(gated_model) -> None:
@@ -66,11 +66,14 @@ def test_a_gated_row_does_not_depend_on_its_batch(gated_model) -> None:
     together = np.asarray(model.logits(pad_batch(PROMPTS), model.mix(rows)))
     longest = max(map(len, PROMPTS))
     for i, prompt in enumerate(PROMPTS):
-        padded = dataclasses.replace(
-            pad_batch([prompt + [0] * (longest - len(prompt))]), lengths=jnp.asarray([len(prompt)], jnp.int32)
+        # The same shapes, so that nothing is compiled anew, but another place and base rows of one token beside it.
+        others = [[0] * longest] * 5
+        batch = dataclasses.replace(
+            pad_batch([*others, prompt + [0] * (longest - len(prompt))]),
+            lengths=jnp.asarray([1] * 5 + [len(prompt)], jnp.int32),
         )
-        alone = np.asarray(model.logits(padded, model.mix([rows[i]])))
-        np.testing.assert_allclose(together[i, : len(prompt)], alone[0, : len(prompt)], atol=2e-5)
+        alone = np.asarray(model.logits(batch, model.mix([{}] * 5 + [rows[i]])))
+        np.testing.assert_allclose(together[i, : len(prompt)], alone[5, : len(prompt)], atol=2e-5)
 
 
 def test_an_unknown_gated_set_is_refused_by_name(gated_model) -> None:

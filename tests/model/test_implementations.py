@@ -19,12 +19,11 @@ PROMPTS = [[5, 9, 2, 40, 7], [100, 90, 80], [1, 2, 3, 4, 5, 6]]
 @pytest.mark.parametrize(
     "implementations",
     [
-        Implementations("reference", "reference"),
-        Implementations("dense", "portable"),
-        Implementations("loop", "portable"),
-        Implementations("pallas_triton", "pallas_triton"),
+        pytest.param(Implementations("reference", "reference"), id="reference", marks=pytest.mark.slow),
+        pytest.param(Implementations("dense", "portable"), id="dense", marks=pytest.mark.slow),
+        pytest.param(Implementations("loop", "portable"), id="cpu", marks=pytest.mark.slow),  # fast: test_gating.py
+        pytest.param(Implementations("pallas_triton", "pallas_triton"), id="gpu"),
     ],
-    ids=lambda i: f"{i.maf_mvm}-{i.paged_attention}",
 )
 def test_logits_of_static_gated_and_base_rows_equal_the_float64_model(implementations: Implementations) -> None:
     split = tiny_model()

@@ -91,7 +91,9 @@ def test_a_step_program_compiles_and_updates_the_cache_in_place(h200, size, dtyp
     assert "paged_attention" in kernels, "paged_attention's own kernel is not in the program"
 
 
-@pytest.mark.parametrize(("is_greedy", "with_logprobs"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("is_greedy", "with_logprobs"), [(True, False), pytest.param(False, True, marks=pytest.mark.slow)]
+)
 def test_a_sampler_program_compiles(h200, is_greedy, with_logprobs) -> None:
     n = 32
     params = uniform_sampling(n, temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, seed=0)
