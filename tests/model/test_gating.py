@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dymerge_jax.gating import GatedSetWeights
+from dymerge_jax.gating import GatedSetWeights, build_gate_array, mixture_weights
 from dymerge_jax.library import Model, pad_batch
 from dymerge_jax.model import params_of
 from tests.support import numpy_llama
@@ -85,3 +85,13 @@ def test_an_unknown_gated_set_is_refused_by_name(gated_model) -> None:
 def test_top_k_above_the_number_of_experts_is_refused() -> None:
     with pytest.raises(ValueError, match="top_k 3; expected 1 to 2"):
         random_gated_set(tiny_model().config, "s", ["a", "b"], granularity="layer", top_k=3, renormalize=True, seed=0)
+
+
+@pytest.mark.parametrize(("top_k", "kept"), [(1, [1, 0, 0]), (2, [0.5, 0.5, 0]), (3, [1 / 3, 1 / 3, 1 / 3])])
+def test_equally_likely_experts_are_kept_by_their_order(top_k: int, kept: list[float]) -> None:
+    config, experts = tiny_model().config, ["a", "b", "c"]
+    tied = random_gated_set(config, "s", experts, granularity="layer", top_k=top_k, renormalize=True, seed=0)
+    gates = build_gate_array(config, [tied], num_slots=1)
+    assert gates is not None
+    weights = mixture_weights(gates, jnp.zeros(1, jnp.int32), jnp.ones((1, 1, 3)))
+    np.testing.assert_allclose(np.asarray(weights)[0, 0], kept, rtol=1e-6)
