@@ -7,7 +7,7 @@ import pytest
 from dymerge_jax.kv_cache import KVCache
 from serving.engine import Engine
 from serving.request import FinishReason
-from tests.support.engines import generate, make_engine, make_request, run_to_end, token_ids
+from tests.support.engines import generate, make_request, make_tight_engine, run_to_end, token_ids
 from tests.support.tiny_models import random_adapter, tiny_model
 
 PROMPT = [5, 9, 2, 40, 7]
@@ -15,9 +15,10 @@ PROMPT = [5, 9, 2, 40, 7]
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    split = tiny_model(eos_token_ids=(3, 77))
-    adapters = {name: random_adapter(split.config, rank=4, seed=i) for i, name in enumerate("abc")}
-    return make_engine(split, adapters, adapter_slots=2)
+    """Room for two of the three adapters."""
+    split = tiny_model()
+    adapters = {name: random_adapter(split.config, rank=8, seed=i) for i, name in enumerate("abc")}
+    return make_tight_engine(split, adapters)
 
 
 def test_a_request_ends_at_max_tokens_with_reason_length(engine: Engine) -> None:
@@ -81,7 +82,7 @@ def test_an_adapter_that_cannot_be_copied_fails_its_request_and_is_not_taken_for
 ) -> None:
     wanted = generate(engine, PROMPT, {"c": 1.0})
     generate(engine, PROMPT, {"a": 1.0})
-    generate(engine, PROMPT, {"b": 1.0})  # two slots: c is out
+    generate(engine, PROMPT, {"b": 1.0})  # room for two: c is out
     with monkeypatch.context() as patch:
 
         def fail(name: str) -> None:

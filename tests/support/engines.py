@@ -10,6 +10,8 @@ from serving.adapter_store import AdapterStore, StoredAdapter
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.request import FinishReason, Mix, Request, RequestOutput, SamplingParams
+from tests.support.compiles import recorded_compiles
+from tests.support.tiny_models import random_gated_set
 
 
 def make_engine(
@@ -36,6 +38,15 @@ def make_engine(
     return engine
 
 
+def make_tight_engine(model: SplitModel, adapters: Mapping[str, AdapterWeights]) -> Engine:
+    """Four slots, 24 blocks for four rows of up to 48 tokens, and a set "gated" of the adapters a and b.
+
+    Every such engine of one model takes its programs from the first: jax keeps what it has compiled.
+    """
+    gated = random_gated_set(model.config, "gated", ["a", "b"], granularity="layer", top_k=1, renormalize=True, seed=3)
+    return make_engine(model, adapters, [gated], adapter_slots=4, num_blocks=24, max_model_len=48)
+
+
 def make_request(
     engine: Engine, request_id: str, prompt: Sequence[int], mix: Mapping[str, float] | str, **sampling: Any
 ) -> Request:
@@ -57,11 +68,13 @@ def make_request(
 
 
 def run_to_end(engine: Engine) -> dict[str, list[RequestOutput]]:
-    """Steps until nothing is left; outputs by request id."""
+    """Steps until nothing is left; outputs by request id. Law 6 must hold: nothing compiles on the way."""
     outputs: dict[str, list[RequestOutput]] = {}
-    while engine.has_work:
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
+    with recorded_compiles() as compiles:
+        while engine.has_work:
+            for output in engine.step():
+                outputs.setdefault(output.request_id, []).append(output)
+    assert compiles == []
     engine.check_integrity()
     return outputs
 
