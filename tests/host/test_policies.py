@@ -87,6 +87,18 @@ def test_lag_counts_anew_when_an_admission_evicts():
     assert order == ["y", "x", "z"]
 
 
+def test_lag_counts_the_load_of_an_adapter_that_an_admission_evicts():
+    waiting = numbered([make_request("base"), make_request("evicted", "old"), make_request("loaded", "new")])
+    slots = {"old": 0}
+    order = []
+    for request in Lag(1.0).order(waiting, slots.keys(), 0.0):
+        order.append(request.request_id)
+        if request.request_id == "base":
+            slots.clear()
+            slots["new"] = 0
+    assert order == ["base", "loaded", "evicted"]
+
+
 def test_overdue_requests_go_first_in_order_of_arrival():
     waiting = numbered(
         [

@@ -148,6 +148,16 @@ def test_the_last_arrival_is_preempted_and_waits_with_its_arrival_time():
     assert scheduler.num_preemptions == 1
 
 
+def test_of_several_later_arrivals_the_last_gives_way():
+    engine = FakeEngine(make_scheduler(num_blocks=9, block_size=4))
+    requests = [make_request(name, num_prompt=8, max_tokens=12, arrival_s=i) for i, name in enumerate("abc")]
+    for request in reversed(requests):
+        engine.scheduler.add(request)
+    assert step_until_preempted(engine).preempted == (requests[2],)
+    engine.run(now_s=1.0)
+    check_finished(engine, requests)
+
+
 def test_a_token_in_flight_survives_the_preemption_of_its_request():
     scheduler = make_scheduler(num_blocks=6, block_size=4)
     old, young = (make_request(name, num_prompt=8, max_tokens=12, arrival_s=i) for i, name in enumerate(["o", "y"]))

@@ -1,0 +1,86 @@
+"""From a plan to a step's arrays, and what belongs to an engine row on the device."""
+
+import numpy as np
+
+from serving.batch import Bucket, RowTables, build_batch
+from serving.plan import Chunk, StepPlan
+from serving.request import Request
+from tests.support.host import make_request
+
+
+def chunk_of(request: Request, *, row: int = 1, epoch: int = 1) -> Chunk:
+    return Chunk(request=request, row=row, epoch=epoch, start=0, num_tokens=1, samples=True)
+
+
+def test_blocks_are_added_to_a_rows_table_as_its_request_grows():
+    tables, request = RowTables(2, 4, 3), make_request("r")
+    for block_table in ([7], [7, 2], [7, 2, 5, 1]):
+        request.block_table = block_table
+        tables.update([chunk_of(request)], {}, {})
+        assert np.asarray(tables.block_tables)[1, : len(block_table)].tolist() == block_table
+    assert not np.asarray(tables.block_tables)[0].any()
+
+
+def test_a_request_that_comes_back_to_its_row_has_its_new_blocks_and_slots():
+    tables, request = RowTables(2, 4, 3), make_request("r", "a")
+    request.block_table = [0, 1]
+    tables.update([chunk_of(request)], {"a": (0, 1)}, {})
+    request.block_table = [3, 2]  # preempted; its adapter was evicted meanwhile
+    tables.update([chunk_of(request, epoch=2)], {"a": (1, 2)}, {})
+    assert np.asarray(tables.block_tables)[1, :2].tolist() == [3, 2]
+    assert np.asarray(tables.mix.weights)[1].tolist() == [0, 1, 1]
+
+
+def test_the_next_owner_of_a_row_has_nothing_of_the_last():
+    tables = RowTables(2, 4, 3)
+    for name, block_table in (("a", [3, 2, 1]), ("b", [0])):
+        request = make_request(name, name)
+        request.block_table = block_table
+        tables.update([chunk_of(request)], {"a": (0, 2), "b": (1,)}, {})
+    assert np.asarray(tables.block_tables)[1, 0] == 0
+    assert np.asarray(tables.mix.weights)[1].tolist() == [0, 1, 0]
+
+
+def test_a_step_that_is_running_keeps_the_tables_it_was_given():
+    tables, request = RowTables(1, 2, 1), make_request("r", "a")
+    request.block_table = [5]
+    tables.update([chunk_of(request, row=0)], {"a": (0,)}, {})
+    given = tables.block_tables, tables.mix.weights
+    other = make_request("other")
+    other.block_table = [9]
+    tables.update([chunk_of(other, row=0)], {}, {})
+    assert [np.asarray(array).ravel()[0] for array in given] == [5, 1]
+
+
+def test_a_batch_holds_its_chunks_one_after_another_and_then_padding():
+    decoding, beginning, going_on = (make_request(name, num_prompt=5) for name in ("d", "b", "g"))
+    decoding.output_token_ids += [11, 12]  # 12 is known, the token after it is still on the device
+    plan = StepPlan(
+        (
+            Chunk(request=decoding, row=2, epoch=1, start=7, num_tokens=1, samples=True),
+            Chunk(request=beginning, row=0, epoch=1, start=0, num_tokens=5, samples=True),
+            Chunk(request=going_on, row=3, epoch=1, start=1, num_tokens=2, samples=False),
+        )
+    )
+    arrays = build_batch(plan, Bucket(num_tokens=10, num_seqs=4))
+    batch = arrays.batch
+    assert np.asarray(batch.tokens).tolist() == [
+        0, *beginning.prompt_token_ids, *going_on.prompt_token_ids[1:3], 0, 0,
+    ]  # fmt: skip
+    assert np.asarray(batch.rows)[:3].tolist() == [2, 0, 3]
+    assert np.asarray(batch.seq_starts)[:3].tolist() == [0, 1, 6]
+    assert np.asarray(batch.seq_lens).tolist() == [1, 5, 2, 0]
+    assert np.asarray(batch.context_lens)[:3].tolist() == [7, 0, 1]
+    assert np.asarray(batch.use_last_token).tolist() == [True, False, False, False]
+    assert np.asarray(arrays.is_sampled).tolist() == [True, True, False, False]
+    assert np.asarray(arrays.steps)[:2].tolist() == [3, 0]  # output tokens before the one that is sampled
+
+
+def test_a_known_token_is_taken_from_the_host():
+    request = make_request("r", num_prompt=5)
+    request.output_token_ids += [11, 12]
+    plan = StepPlan((Chunk(request=request, row=0, epoch=2, start=6, num_tokens=1, samples=True),))
+    batch = build_batch(plan, Bucket(num_tokens=2, num_seqs=2)).batch
+    assert np.asarray(batch.tokens).tolist() == [12, 0]
+    assert not np.asarray(batch.use_last_token).any()
+    assert np.asarray(batch.seq_starts).tolist() == [0, 1]  # a decode batch: token i belongs to sequence i
