@@ -34,6 +34,8 @@ from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.request import Mix, Request, SamplingParams
 
+TRACED_STEPS = 8
+_SETTLING_STEPS = 2  # the first full steps still wait for prefills
 _NUM_TENSOR_SETS = 8
 
 
@@ -124,9 +126,18 @@ class StepTimer:
 
 
 def run_workload(
-    engine: Engine, timer: StepTimer, workload: Workload, *, prompt_len: int, output_len: int
+    engine: Engine,
+    timer: StepTimer,
+    workload: Workload,
+    *,
+    prompt_len: int,
+    output_len: int,
+    trace: Path | None = None,
 ) -> dict[str, Any]:
-    """Runs one closed batch to its end; the step times are those in which every row decodes."""
+    """Runs one closed batch to its end; the step times are those in which every row decodes.
+
+    With `trace`, a profiler trace of TRACED_STEPS such steps is written to that folder.
+    """
     rng = np.random.default_rng(1)
     vocab = engine.model.config.vocab
     requests = []
@@ -151,11 +162,15 @@ def run_workload(
         now_s = time.perf_counter()
         if len(outputs) == workload.batch:
             step_s.append(now_s - last_s)
+            if trace is not None and len(step_s) == _SETTLING_STEPS:
+                jax.profiler.start_trace(trace)
+            if trace is not None and len(step_s) == _SETTLING_STEPS + TRACED_STEPS:
+                jax.profiler.stop_trace()
         if not ttft_s and all(r.output_token_ids for r in requests):
             ttft_s = now_s - start_s
         last_s = now_s
     engine.check_integrity()
-    step_ms = np.asarray(step_s[2:]) * 1e3  # the first full steps still wait for prefills
+    step_ms = np.asarray(step_s[_SETTLING_STEPS:]) * 1e3
     return {
         "workload": workload.name,
         "batch": workload.batch,
@@ -227,11 +242,13 @@ def main() -> None:
     parser.add_argument(
         "--bandwidth", type=float, default=4.3e12, help="bytes/s for the floor (default: H200, %(default)s)"
     )
-    parser.add_argument("--trace", type=Path, help="folder for a profiler trace of the last workload, run once more")
+    parser.add_argument("--trace", type=Path, help="folder for a profiler trace of decode steps of the last workload")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
+    if options.output_len < _SETTLING_STEPS + TRACED_STEPS + 2:
+        parser.error(f"--output-len is {options.output_len}; expected at least {_SETTLING_STEPS + TRACED_STEPS + 2}")
     batches = [int(b) for b in options.batches.split(",")]
     num_adapters = 3 * max(batches)
     config = named_config(options.shape)
@@ -262,8 +279,7 @@ def main() -> None:
         second["floor_ms"] = floor_ms(model, workload, options.rank, options.bandwidth)
         rows.append(second)
     if options.trace is not None:
-        with jax.profiler.trace(options.trace):
-            run_workload(engine, timer, workloads(batches)[-1], prompt_len=options.prompt_len, output_len=8)
+        run_workload(engine, timer, workloads(batches)[-1], **lengths, trace=options.trace)
     error = logits_error(engine, list(adapters))
     device = jax.devices()[0].device_kind
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from jax.profiler import ProfileData
 
+from serving.bench.decode import TRACED_STEPS
+
 
 def kernel_times(trace: Path, plane_prefix: str) -> dict[str, tuple[int, float]]:
     """Count and total microseconds by kernel name; numbers in names are left out, so that layers add up.
@@ -42,7 +44,7 @@ def kernel_times(trace: Path, plane_prefix: str) -> dict[str, tuple[int, float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, help="folder written by --trace, or an .xplane.pb file")
-    parser.add_argument("--steps", type=int, default=1, help="divide by that many steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=TRACED_STEPS, help="divide by that many (default: %(default)s)")
     parser.add_argument("--plane", default="/device:GPU", help="planes that count (default: %(default)s)")
     parser.add_argument("--top", type=int, default=40, help="rows to show (default: %(default)s)")
     options = parser.parse_args()
