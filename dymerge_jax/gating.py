@@ -123,7 +123,8 @@ def place_experts(
     for set_id, gated_set in enumerate(sets):
         for expert, adapter in enumerate(gated_set.experts):
             expert_of_slot[set_id, list(slots_of_adapter.get(adapter, ()))] = expert
-    return dataclasses.replace(gates, expert_of_slot=jnp.asarray(expert_of_slot))
+    # Not jnp.asarray, which compiles a program for a shape that it has not met: this runs beside requests.
+    return dataclasses.replace(gates, expert_of_slot=jax.device_put(expert_of_slot))
 
 
 @pytree_dataclass

@@ -22,7 +22,7 @@ from serving.errors import InvalidRequestError, UnknownModelError
 from serving.request import RequestOutput
 from tests.support import numpy_llama
 from tests.support.engines import generate, make_engine, make_request, run_to_end, token_ids
-from tests.support.tiny_models import random_adapter, tiny_model
+from tests.support.tiny_models import random_adapter, random_gated_set, tiny_model
 
 PROMPT = [5, 9, 2, 40, 7, 33]
 BASE: dict[str, float] = {}
@@ -48,10 +48,13 @@ def adapters(split: SplitModel) -> dict[str, AdapterWeights]:
 @pytest.fixture(scope="module")
 def engine(split: SplitModel, adapters: dict[str, AdapterWeights]) -> Engine:
     """Two slots for five adapters."""
-    return make_engine(split, adapters, adapter_slots=2, max_num_seqs=3)
+    gated = random_gated_set(
+        split.config, "gated", ["a", "c"], granularity="layer", top_k=None, renormalize=False, seed=3
+    )  # fmt: skip
+    return make_engine(split, adapters, [gated], adapter_slots=2, max_num_seqs=3)
 
 
-def first_token(engine: Engine, mix: Mapping[str, float], prompt: list[int] = PROMPT) -> dict[int, float]:
+def first_token(engine: Engine, mix: Mapping[str, float] | str, prompt: list[int] = PROMPT) -> dict[int, float]:
     """The 20 likeliest first tokens of an answer with their log probabilities."""
     engine.add_request(make_request(engine, "first", prompt, mix, max_tokens=1, logprobs=20))
     (output,) = run_to_end(engine)["first"]
@@ -164,6 +167,22 @@ def test_f3_more_mixes_than_slots_with_random_cancels_are_all_answered_right(eng
         tokens = [t for part in parts for t in part.token_ids]
         assert tokens == alone[int(request_id[1:]) % len(mixes)][: len(tokens)], request_id
     assert generate(engine, PROMPT, BASE, max_tokens=9) == alone[2]
+
+
+def test_f1_a_gated_set_finds_its_experts_wherever_they_were_loaded(
+    split: SplitModel, adapters: dict[str, AdapterWeights], engine: Engine
+) -> None:
+    (gated_set,) = engine.gated_sets
+    logits = numpy_llama.logits(
+        split.config, params_of(split), PROMPT, numpy_llama.gated_delta(gated_set, adapters)
+    )[-1]  # fmt: skip
+    places = set()
+    for first in ("a", "c"):
+        first_token(engine, {"big": 1.0})  # fills both slots
+        first_token(engine, {first: 1.0})
+        assert_equals_reference(first_token(engine, "gated"), logits - np.logaddexp.reduce(logits))
+        places.add(tuple(engine.slot_cache.lookup(name) for name in gated_set.experts))
+    assert places == {((0,), (1,)), ((1,), (0,))}
 
 
 def test_g4_a_prompt_seen_before_is_answered_anew_for_every_mix(
