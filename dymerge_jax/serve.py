@@ -89,7 +89,7 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     from checkpoints.peft_adapter import collect_adapters
     from dymerge_jax.demo import demo_adapters
     from serving.engine import build_engine
-    from serving.mixes import AdapterEntry, GatedSetEntry, ModelRegistry
+    from serving.mixes import AdapterEntry, GatedSetEntry, ModelRegistry, check_names
 
     keep_compiled_programs()
     is_demo = options.model == DEMO
@@ -102,9 +102,11 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     loaded = load_model(options.model, dtype=config.dtype, progress=True)
     folders = options.gated_sets or []
     gated_sets, adapters = load_gated_sets(folders, loaded.config, adapters)
+    base_name = options.served_model_name or loaded.name
+    check_names([base_name, *(name for name, _ in adapters), *(s.name for s in gated_sets)])  # before compiling
     engine = build_engine(loaded, adapters, gated_sets, config)
     registry = ModelRegistry(
-        options.served_model_name or loaded.name,
+        base_name,
         options.model,
         [AdapterEntry(name, str(path), engine.store.num_slots(name)) for name, path in adapters],
         [GatedSetEntry(s.name, s.experts, folder) for s, folder in zip(gated_sets, folders, strict=True)],

@@ -35,6 +35,19 @@ class GatedSetEntry:
     root: str
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Checks that base model, adapters and gated sets can be told apart.
+
+    Raises:
+      ValueError: If a name is given more than once; all of them are named.
+    """
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"the names {', '.join(map(repr, repeated))} are given more than once among base model, adapters and "
+            "gated sets; name an adapter apart with --adapters NAME=FOLDER, the base with --served-model-name"
+        )
+
+
 class ModelRegistry:
     """The base model, its adapters and its gated sets by name.
 
@@ -62,12 +75,7 @@ class ModelRegistry:
         self.gated_sets = {g.name: g for g in gated_sets}
         self.num_slots = num_slots
         self.slot_rank = slot_rank
-        names = [base_name, *(a.name for a in adapters), *(g.name for g in gated_sets)]
-        if repeated := sorted({n for n in names if names.count(n) > 1}):
-            raise ValueError(
-                f"the names {', '.join(map(repr, repeated))} are given more than once among base model, adapters and "
-                "gated sets; name an adapter apart with --adapters NAME=FOLDER, the base with --served-model-name"
-            )
+        check_names([base_name, *(a.name for a in adapters), *(g.name for g in gated_sets)])
         for gated_set in gated_sets:
             if missing := [e for e in gated_set.experts if e not in self.adapters]:
                 raise ValueError(
@@ -102,9 +110,10 @@ class ModelRegistry:
         is_base = model is None or model == self.base_name
         if weights is not None:
             if not is_base:
+                instead = "" if model in self.gated_sets else f" and put {model!r} into it"
                 raise InvalidRequestError(
-                    f"{param} is given together with model {model!r}, which selects adapters itself; use model "
-                    f"{self.base_name!r} with {param}, or put {model!r} into the mix",
+                    f"{param} is given together with model {model!r}, which selects adapters itself; leave {param} "
+                    f"out, or use model {self.base_name!r} with {param}{instead}",
                     param=param,
                 )
             return self._static_mix(weights, param)

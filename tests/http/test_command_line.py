@@ -72,6 +72,17 @@ def test_an_adapter_that_cannot_be_served_stops_the_start(
 
 
 @pytest.mark.usefixtures("own_signals")
+def test_two_things_of_one_name_are_refused_before_anything_is_compiled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path
+) -> None:
+    adapter = write_adapter(tmp_path / "a", named_config("tiny"), rank=2, alpha=2, seed=0)
+    monkeypatch.setattr("serving.engine.build_engine", None)
+    text = refusal(capsys, "--port", 0, "--model", tiny, "--adapters", f"tiny={adapter}")
+    assert "'tiny'" in text
+    assert "--served-model-name" in text
+
+
+@pytest.mark.usefixtures("own_signals")
 def test_a_port_in_use_is_found_out_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
