@@ -57,8 +57,9 @@ def test_every_end_token_of_the_model_ends_a_request(engine: Engine, monkeypatch
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 6])
 def test_an_abort_in_any_state_frees_everything_and_leaves_the_others_alone(engine: Engine, num_steps: int) -> None:
+    """Case J3: queued, after one and both prefill chunks, in decode."""
     other = generate(engine, PROMPT, {"b": 1.0}, max_tokens=10)
-    engine.add_request(make_request(engine, "gone", range(30), {"a": 1.0}, max_tokens=20))
+    engine.add_request(gone := make_request(engine, "gone", range(30), {"a": 1.0}, max_tokens=20))
     engine.add_request(make_request(engine, "other", PROMPT, {"b": 1.0}, max_tokens=10))
     outputs = []
     for _ in range(num_steps):
@@ -66,7 +67,10 @@ def test_an_abort_in_any_state_frees_everything_and_leaves_the_others_alone(engi
     engine.abort("gone")
     engine.check_integrity()
     assert not engine.slot_cache.is_pinned("a")
-    outputs += run_to_end(engine).get("other", [])
+    rest = run_to_end(engine)
+    assert gone.finish_reason is FinishReason.ABORT
+    assert set(rest) <= {"other"}
+    outputs += rest.get("other", [])
     assert token_ids([o for o in outputs if o.request_id == "other"]) == other
 
 

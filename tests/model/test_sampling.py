@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dymerge_jax.sampling import SamplingParams, pick_tokens, sample_step
+from dymerge_jax.sampling import SamplingParams, device_seed, pick_tokens, sample_step
 
 VOCAB = 50
 NUM_DRAWS = 4000
@@ -143,3 +143,9 @@ def test_logprobs_are_those_of_the_unscaled_model(rng) -> None:
     np.testing.assert_allclose(np.asarray(sampled.logprobs), want[[0, 1], tokens], atol=1e-5)
     np.testing.assert_array_equal(np.asarray(sampled.top_tokens)[:, 0], logits.argmax(1))
     np.testing.assert_allclose(np.asarray(sampled.top_logprobs), -np.sort(-want, axis=1)[:, :20], atol=1e-5)
+
+
+def test_seeds_that_differ_above_32_bits_are_told_apart() -> None:
+    seeds = {device_seed(5 + (i << 32)) for i in range(100)}
+    assert len(seeds) == 100
+    assert all(0 <= seed < 2**32 for seed in (*seeds, device_seed(-1), device_seed(2**63 - 1)))
