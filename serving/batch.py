@@ -9,7 +9,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
@@ -106,21 +105,20 @@ class RowTables:
         self._top_p = np.ones(num_rows, np.float32)
         self._min_p = np.zeros(num_rows, np.float32)
         self._seeds = np.zeros(num_rows, np.uint32)
-        self.block_tables: Int[Array, "num_rows blocks_per_seq"] = jnp.asarray(self._block_tables)
+        self._upload_block_tables()
         self._upload_rows()
 
+    # Copies: on a CPU, jax may share numpy's memory, which the next change would write into a running step. Made by
+    # numpy, as jnp.array runs a program of its own to copy, compiled anew for each shape.
+
+    def _upload_block_tables(self) -> None:
+        self.block_tables: Int[Array, "num_rows blocks_per_seq"] = jax.device_put(self._block_tables.copy())
+
     def _upload_rows(self) -> None:
-        # Copies: on a CPU, jax may share numpy's memory, which the next change would write into a running step.
-        self.mix = AdapterMix(
-            weights=jnp.array(self._weights, copy=True), gated_set_ids=jnp.array(self._gated_set_ids, copy=True)
-        )
-        self.sampling = SamplingParams(
-            temperature=jnp.array(self._temperature, copy=True),
-            top_k=jnp.array(self._top_k, copy=True),
-            top_p=jnp.array(self._top_p, copy=True),
-            min_p=jnp.array(self._min_p, copy=True),
-            seeds=jnp.array(self._seeds, copy=True),
-        )
+        arrays = (self._weights, self._gated_set_ids)
+        self.mix = AdapterMix(*jax.device_put([array.copy() for array in arrays]))
+        arrays = (self._temperature, self._top_k, self._top_p, self._min_p, self._seeds)
+        self.sampling = SamplingParams(*jax.device_put([array.copy() for array in arrays]))
 
     def update(
         self,
@@ -151,7 +149,7 @@ class RowTables:
         if rows_changed:
             self._upload_rows()
         if tables_changed:
-            self.block_tables = jnp.array(self._block_tables, copy=True)
+            self._upload_block_tables()
 
     def _set_row(
         self,

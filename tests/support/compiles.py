@@ -8,12 +8,12 @@ import jax.monitoring
 
 @contextlib.contextmanager
 def recorded_compiles() -> Iterator[list[str]]:
-    """A list that grows by one event for every program compiled inside the context."""
+    """A list that grows by a line for every program compiled inside the context."""
     compiles: list[str] = []
 
-    def listen(event: str, duration_secs: float, **_: str | int | float) -> None:
+    def listen(event: str, duration_secs: float, **details: str | int | float) -> None:
         if "backend_compile" in event:
-            compiles.append(event)
+            compiles.append(f"{event} {details}")
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
