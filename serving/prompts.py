@@ -32,9 +32,15 @@ class PromptEncoder:
             tokenizer.backend_tokenizer.no_padding()
 
     def encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-        """Token ids of a text; `param` names the request's field in errors."""
+        """Token ids of a text; `param` names the request's field in errors.
+
+        Raises:
+          InvalidRequestError: If there is no tokenizer, or it has tokens that the model lacks and the text uses one.
+        """
         tokenizer = self._tokenizer(param)
-        return tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        token_ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        self.check_token_ids(token_ids, param)
+        return token_ids
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer."""

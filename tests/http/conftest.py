@@ -10,6 +10,7 @@ import fastapi
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from serving.async_engine import AsyncEngine
@@ -28,6 +29,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
     path: Path = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(path, VOCAB)
     return PreTrainedTokenizerFast.from_pretrained(path)
+
+
+@pytest.fixture
+def tokenizer_with_bos(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """As Llama 3's: begins a text with a special token, and so does its chat template."""
+    backend = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    template = "<|endoftext|>" + str(tokenizer.chat_template)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template)
 
 
 @pytest.fixture

@@ -63,6 +63,19 @@ def test_prompts_are_texts_or_token_ids_and_answered_in_order(
     assert complete(client, prompt=["Hello", "He"]) == complete(client) + complete(client, prompt="He")
 
 
+def test_only_a_completion_gets_the_special_tokens_of_a_text(
+    engine: FakeEngine, registry: ModelRegistry, tokenizer_with_bos: PreTrainedTokenizerFast
+) -> None:
+    with serving(engine, registry, tokenizer_with_bos) as url:
+        completion = httpx.post(f"{url}/v1/completions", json=GREEDY).json()
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        conversation = httpx.post(f"{url}/v1/chat/completions", json=chat).json()
+    assert completion["usage"]["prompt_tokens"] == len("Hello") + 1
+    rendered = str(tokenizer_with_bos.apply_chat_template(chat["messages"], tokenize=False, add_generation_prompt=True))
+    ids = tokenizer_with_bos.encode(rendered, add_special_tokens=False)
+    assert conversation["usage"]["prompt_tokens"] == len(ids)
+
+
 def test_echo_begins_with_the_prompt_streamed_or_not(client: httpx.Client, tokenizer: PreTrainedTokenizerFast) -> None:
     whole = complete(client, echo=True)
     assert whole == "Hello" + complete(client)
