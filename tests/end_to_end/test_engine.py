@@ -7,7 +7,7 @@ import pytest
 from dymerge_jax.kv_cache import KVCache
 from serving.engine import Engine
 from serving.request import FinishReason
-from tests.support.engines import generate, make_request, make_tight_engine, run_to_end, token_ids
+from tests.support.engines import generate, make_engine, make_request, make_tight_engine, run_to_end, token_ids
 from tests.support.tiny_models import random_adapter, tiny_model
 
 PROMPT = [5, 9, 2, 40, 7]
@@ -195,3 +195,28 @@ def test_logprobs_sum_to_at_most_one_and_lead_with_the_greedy_token(engine: Engi
         assert len(logprob.top) == 5
         assert logprob.top[0] == (logprob.token_id, logprob.logprob)
         assert [p for _, p in logprob.top] == sorted((p for _, p in logprob.top), reverse=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"max_num_seqs": 1, "max_num_batched_tokens": 1},
+        {"max_num_seqs": 3, "max_num_batched_tokens": 3, "block_size": 1},
+        {"max_num_seqs": 4, "max_num_batched_tokens": 5, "num_blocks": 12},
+        {"max_num_seqs": 2, "slot_rank": 1, "adapter_slots": 9, "block_size": 64},
+        {"max_num_seqs": 2, "adapter_slots": 0},
+    ],
+    ids=lambda sizes: "-".join(f"{name}={value}" for name, value in sizes.items()),
+)
+def test_sizes_at_their_limits_give_the_same_tokens(engine: Engine, sizes: dict[str, int]) -> None:
+    adapters = {adapter.name: adapter.weights for adapter in engine.store.adapters}
+    other = make_engine(engine.model, adapters, **({"max_model_len": 48} | sizes))
+    mixes = [{}] if sizes.get("adapter_slots") == 0 else [{}, {"a": 1.0}, {"b": -0.5}]
+    prompts = ([7], PROMPT, range(20), [1, 2])
+    cases = [(list(prompt), mix) for prompt in prompts for mix in mixes]
+    for i, (prompt, mix) in enumerate(cases):
+        other.add_request(make_request(other, f"r{i}", prompt, mix, max_tokens=20))
+    outputs = run_to_end(other)
+    for i, (prompt, mix) in enumerate(cases):
+        assert token_ids(outputs[f"r{i}"]) == generate(engine, prompt, mix, max_tokens=20), (prompt, mix)

@@ -1,8 +1,9 @@
 """From a plan to a step's arrays, and what belongs to an engine row on the device."""
 
 import numpy as np
+import pytest
 
-from serving.batch import Bucket, RowTables, build_batch
+from serving.batch import Bucket, RowTables, build_batch, make_buckets
 from serving.plan import Chunk, StepPlan
 from serving.request import Request
 from tests.support.host import make_request
@@ -84,3 +85,17 @@ def test_a_known_token_is_taken_from_the_host():
     assert np.asarray(batch.tokens).tolist() == [12, 0]
     assert not np.asarray(batch.use_last_token).any()
     assert np.asarray(batch.seq_starts).tolist() == [0, 1]  # a decode batch: token i belongs to sequence i
+
+
+@pytest.mark.parametrize(("decode_growth", "mixed_growth"), [(2, 4), (4, 2)])
+def test_every_plan_within_the_limits_has_a_bucket_and_only_decode_steps_read_as_such(decode_growth, mixed_growth):
+    for max_num_seqs in (1, 2, 3, 5, 32, 63, 64, 65, 300):
+        for budget in (max_num_seqs, max_num_seqs + 1, 2 * max_num_seqs, 512, 1000):
+            if budget < max_num_seqs:
+                continue
+            buckets = make_buckets(max_num_seqs, budget, decode_growth=decode_growth, mixed_growth=mixed_growth)
+            assert all(b.num_tokens == b.num_seqs <= max_num_seqs for b in buckets.decode)
+            assert all(b.num_tokens > b.num_seqs == max_num_seqs for b in buckets.mixed)
+            assert max(b.num_seqs for b in buckets.decode) == max_num_seqs
+            assert max(b.num_tokens for b in buckets.mixed) >= budget
+            assert len(set(buckets.all)) == len(buckets.all)
