@@ -229,7 +229,7 @@ def current_commit() -> str | None:
     return git.stdout.strip() or None
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3-8b", help="a named model size (default: %(default)s)")
     parser.add_argument("--batches", default="1,32", help="batch sizes (default: %(default)s)")
@@ -244,31 +244,28 @@ def main() -> None:
     )
     parser.add_argument("--trace", type=Path, help="folder for a profiler trace of decode steps of the last workload")
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    return parser
 
-    if options.output_len < _SETTLING_STEPS + TRACED_STEPS + 2:
-        parser.error(f"--output-len is {options.output_len}; expected at least {_SETTLING_STEPS + TRACED_STEPS + 2}")
-    batches = [int(b) for b in options.batches.split(",")]
-    num_adapters = 3 * max(batches)
+
+def make_engine(options: argparse.Namespace, batch: int, num_adapters: int) -> Engine:
+    """An engine of random weights for `batch` rows with a slot for each of its adapters; compiles nothing yet."""
     config = named_config(options.shape)
-    model = random_model(config, options.dtype)
     store = AdapterStore(config, slot_rank=options.rank, dtype=options.dtype)
-    adapters = random_adapters(config, num_adapters, rank=options.rank)
-    for name, weights in adapters.items():
+    for name, weights in random_adapters(config, num_adapters, rank=options.rank).items():
         store.add(StoredAdapter(name, None, weights))
+    max_model_len = options.prompt_len + options.output_len
     engine_config = EngineConfig(
         adapter_slots=num_adapters,
         slot_rank=options.rank,
-        max_num_seqs=max(batches),
-        max_model_len=options.prompt_len + options.output_len,
-        num_blocks=max(batches) * -(-(options.prompt_len + options.output_len) // EngineConfig.block_size),
+        max_num_seqs=batch,
+        max_model_len=max_model_len,
+        num_blocks=batch * -(-max_model_len // EngineConfig.block_size),
     )
-    engine = Engine(model, None, store, (), engine_config)
-    start_s = time.perf_counter()
-    engine.compile()
-    compile_s = time.perf_counter() - start_s
+    return Engine(random_model(config, options.dtype), None, store, (), engine_config)
 
+
+def measure(engine: Engine, batches: Sequence[int], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs every workload twice and reports the second run, and whether both gave the same tokens."""
     timer = StepTimer(engine)
     lengths = {"prompt_len": options.prompt_len, "output_len": options.output_len}
     rows = []
@@ -276,37 +273,57 @@ def main() -> None:
         first = run_workload(engine, timer, workload, **lengths)
         second = run_workload(engine, timer, workload, **lengths)
         second["tokens_repeat"] = first.pop("tokens") == second.pop("tokens")
-        second["floor_ms"] = floor_ms(model, workload, options.rank, options.bandwidth)
+        second["floor_ms"] = floor_ms(engine.model, workload, options.rank, options.bandwidth)
         rows.append(second)
     if options.trace is not None:
         run_workload(engine, timer, workloads(batches)[-1], **lengths, trace=options.trace)
-    error = logits_error(engine, list(adapters))
-    device = jax.devices()[0].device_kind
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
-    result = {
-        "command": shlex.join(["python", "-m", "serving.bench.decode", *sys.argv[1:]]),
-        "commit": current_commit(),
-        "device": device,
-        "jax": jax.__version__,
-        "settings": settings,
-        "compile_s": compile_s,
-        "logits_error": error,
-        "rows": rows,
-    }
+    return rows
+
+
+def print_report(result: dict[str, Any]) -> None:
+    settings = result["settings"]
     print(
-        f"\n{device}, {options.shape}, {options.dtype}, rank {options.rank}, {num_adapters} adapters in slots, "
-        f"prompt {options.prompt_len} + output {options.output_len} tokens, start-up compile {compile_s:.0f} s"
+        f"\n{result['device']}, {settings['shape']}, {settings['dtype']}, rank {settings['rank']}, "
+        f"prompt {settings['prompt_len']} + output {settings['output_len']} tokens, "
+        f"start-up compile {result['compile_s']:.0f} s"
     )
-    print(f"logits against the portable implementations: {error}")
+    print(f"logits against the portable implementations: {result['logits_error']}")
     print(
-        f"{'workload':22} {'batch':>5} {'active':>6} {'TPOT ms':>8} {'p90':>7} {'floor':>7} {'repeats':>7}  same twice"
+        f"{'workload':22} {'batch':>5} {'active':>6} {'TPOT ms':>8} "
+        f"{'p90':>7} {'floor':>7} {'dispatch':>8} {'commit':>7} "
+        f"{'repeats':>7}  same twice"
     )
-    for r in rows:
+    for r in result["rows"]:
         print(
             f"{r['workload']:22} {r['batch']:5d} {r['active_adapters']:6d} {r['tpot_ms_median']:8.3f} "
             f"{r['tpot_ms_p90']:7.3f} {r['floor_ms']:7.3f} {r['dispatch_ms_median']:8.3f} {r['commit_ms_median']:7.3f} "
             f"{r['repeats']:7d}  {r['tokens_repeat']}"
         )
+
+
+def main() -> None:
+    parser = make_parser()
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    if options.output_len < _SETTLING_STEPS + TRACED_STEPS + 2:
+        parser.error(f"--output-len is {options.output_len}; expected at least {_SETTLING_STEPS + TRACED_STEPS + 2}")
+    batches = [int(b) for b in options.batches.split(",")]
+    engine = make_engine(options, max(batches), num_adapters=3 * max(batches))
+    start_s = time.perf_counter()
+    engine.compile()
+    compile_s = time.perf_counter() - start_s
+    rows = measure(engine, batches, options)
+    result = {
+        "command": shlex.join(["python", "-m", "serving.bench.decode", *sys.argv[1:]]),
+        "commit": current_commit(),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+        "compile_s": compile_s,
+        "logits_error": logits_error(engine, [adapter.name for adapter in engine.store.adapters]),
+        "rows": rows,
+    }
+    print_report(result)
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1))
 
