@@ -25,7 +25,7 @@ def engine(tokenizer: PreTrainedTokenizerFast) -> FakeEngine:
 
 
 @pytest.mark.parametrize("num_events", [0, 1, 3])
-def test_a_stream_whose_client_leaves_is_aborted_within_a_second(
+def test_j1_a_stream_whose_client_leaves_is_aborted_within_a_second(
     client: httpx.Client, engine: FakeEngine, num_events: int
 ) -> None:
     with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
