@@ -11,11 +11,8 @@ The life of a request:
   6. It finishes by a stop token or string, its length limit, or `abort`; row, blocks and pins are released at once.
 """
 
-import concurrent.futures
 import dataclasses
-import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -31,19 +28,19 @@ from checkpoints.loaded_model import LoadedModel
 from checkpoints.peft_adapter import load_adapter
 from dymerge_jax.gating import GatedSetWeights, build_gate_array, place_experts
 from dymerge_jax.kv_cache import block_bytes, empty_cache
-from dymerge_jax.layered_step import LayeredStep
 from dymerge_jax.lora import empty_content, empty_slots, slot_bytes, write_slot
 from dymerge_jax.model import Implementations, SplitModel, model_from_params
-from dymerge_jax.sampling import SampledTokens, sample_step
-from dymerge_jax.step import StepBatch, empty_batch, forward_step
+from dymerge_jax.sampling import SampledTokens
+from dymerge_jax.step import StepBatch
 from serving.adapter_store import AdapterStore, StoredAdapter
-from serving.batch import Bucket, Buckets, RowTables, build_batch, make_buckets
+from serving.batch import Bucket, RowTables, build_batch
 from serving.block_pool import BlockPool
 from serving.config import EngineConfig
 from serving.detokenize import IncrementalDetokenizer
 from serving.metrics import Metrics
 from serving.plan import Load, StepPlan
 from serving.policies import make_policy
+from serving.programs import SamplerKind, StepPrograms, pick_buckets, sampler_kind
 from serving.request import FinishReason, Request, RequestOutput, TokenLogprob
 from serving.scheduler import Scheduler
 from serving.slot_cache import SlotCache
@@ -52,22 +49,6 @@ logger = logging.getLogger(__name__)
 
 _CPU_CACHE_BYTES = 1 << 30  # KV memory without a device that says how much it has
 _SPARE_FRACTION = 0.08  # of an accelerator's memory, for the step's temporaries and the compiler
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplerKind:
-    """Which sampler program a step needs.
-
-    Attributes:
-      is_greedy: every row takes the likeliest token.
-      with_logprobs: some row wants log probabilities.
-    """
-
-    is_greedy: bool
-    with_logprobs: bool
-
-
-_SAMPLER_KINDS = (SamplerKind(True, False), SamplerKind(False, False), SamplerKind(False, True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +109,6 @@ class Engine:
         self.store = store
         self.gated_sets = tuple(gated_sets)
         self.metrics = metrics or Metrics()
-        self._implementations = implementations
-        self._is_layered = jax.default_backend() == "cpu"
         self._clock = clock
         self._gated_set_ids = {s.name: i for i, s in enumerate(self.gated_sets)}
         self._make_slots()
@@ -150,54 +129,20 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
         )
-        self.buckets: Buckets = make_buckets(
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            # On a CPU the time of a step grows with its tokens, padding included.
-            decode_growth=4 if self._is_layered else 2,
-            mixed_growth=2 if self._is_layered else 4,
-        )
-        self._forward: dict[Bucket, Any] = {}
-        self._sample: dict[tuple[int, SamplerKind], Any] = {}
+        self.buckets = pick_buckets(config.max_num_seqs, config.max_num_batched_tokens)
+        self._programs = StepPrograms(model, self.buckets, implementations)
         self._in_flight: _InFlight | None = None
         self._detokenizers: dict[str, IncrementalDetokenizer] = {}
 
     # Start-up
 
     def compile(self, *, progress: bool = True) -> None:
-        """Compiles every program the engine will ever run: all buckets, all sampler kinds."""
+        """Compiles every program the engine will ever run, and runs each once."""
         start_s = time.perf_counter()
-        jobs: list[Callable[[], None]] = []
-        for bucket in self.buckets.all:
-            if self._is_layered:
-                jobs.append(functools.partial(self._compile_layers, bucket))
-            else:
-                jobs.append(functools.partial(self._compile_forward, bucket, self._lower_forward(bucket)))
-        for num_seqs in sorted({b.num_seqs for b in self.buckets.all}):
-            for kind in _SAMPLER_KINDS:
-                jobs.append(
-                    functools.partial(self._compile_sampler, num_seqs, kind, self._lower_sampler(num_seqs, kind))
-                )
-        # For a GPU, XLA times candidate kernels on the device as it compiles: two at once would disturb each other.
-        num_threads = (os.cpu_count() or 1) if self._is_layered else 1
-        with concurrent.futures.ThreadPoolExecutor(max_workers=num_threads) as pool:
-            futures = [pool.submit(job) for job in jobs]
-            done = concurrent.futures.as_completed(futures)
-            for future in tqdm(done, total=len(jobs), desc="compiling", unit="program", disable=not progress):
-                future.result()
+        programs = self._programs
+        programs.compile(self._forward_arguments, self._last_tokens, self._rows.sampling, progress=progress)
         self._warm_up()
-        logger.info("compiled %d programs in %.1f s", len(jobs), time.perf_counter() - start_s)
-
-    def _lower_forward(self, bucket: Bucket) -> jax.stages.Lowered:
-        arguments = self._forward_arguments(_abstract_batch(bucket))
-        return forward_step.lower(self.model.graph, self.model.state, *arguments, implementations=self._implementations)
-
-    def _compile_forward(self, bucket: Bucket, lowered: jax.stages.Lowered) -> None:
-        self._forward[bucket] = lowered.compile()
-
-    def _compile_layers(self, bucket: Bucket) -> None:
-        arguments = self._forward_arguments(_abstract_batch(bucket))
-        self._forward[bucket] = LayeredStep(self.model, *arguments, implementations=self._implementations)
+        logger.info("compiled %d programs in %.1f s", programs.num_programs, time.perf_counter() - start_s)
 
     def _forward_arguments(self, batch: StepBatch) -> tuple[Any, ...]:
         """What a step takes after the model's state."""
@@ -211,33 +156,10 @@ class Engine:
             batch,
         )
 
-    def _lower_sampler(self, num_seqs: int, kind: SamplerKind) -> jax.stages.Lowered:
-        ints, bools = (jax.ShapeDtypeStruct((num_seqs,), dtype) for dtype in (jnp.int32, jnp.bool_))
-        logits = jax.ShapeDtypeStruct((num_seqs, self.model.config.vocab), jnp.float32)
-        return sample_step.lower(
-            logits,
-            self._last_tokens,
-            ints,
-            bools,
-            self._rows.sampling,
-            ints,
-            is_greedy=kind.is_greedy,
-            with_logprobs=kind.with_logprobs,
-        )
-
-    def _compile_sampler(self, num_seqs: int, kind: SamplerKind, lowered: jax.stages.Lowered) -> None:
-        self._sample[num_seqs, kind] = lowered.compile()
-
     def _warm_up(self) -> None:
         """Runs programs once on an empty batch, and one slot update, so that no request pays for a first call."""
-        warm_samplers: set[int] = set()
-        for bucket in self.buckets.all:
-            if bucket.num_seqs not in warm_samplers:
-                for kind in _SAMPLER_KINDS:
-                    self._run(StepPlan(), bucket, kind)
-                warm_samplers.add(bucket.num_seqs)
-            elif not self._is_layered:  # a CPU has nothing to set up: a first call takes what any other does
-                self._run(StepPlan(), bucket, _SAMPLER_KINDS[0])
+        for bucket, kind in self._programs.first_calls():
+            self._run(StepPlan(), bucket, kind)
         content = empty_content(self.model.config, slot_rank=self.config.slot_rank, dtype=self.model.dtype)
         self._slots = write_slot(self._slots, 0, content)
         jax.block_until_ready(self._last_tokens)
@@ -336,7 +258,7 @@ class Engine:
             name: self.slot_cache.lookup(name) or () for chunk in plan.chunks for name in chunk.request.adapters
         }
         self._rows.update(plan.chunks, slots_of_adapter, self._gated_set_ids)
-        sampled = self._run(plan, self.buckets.of(plan), _sampler_kind(plan))
+        sampled = self._run(plan, self.buckets.of(plan), sampler_kind(plan))
         for array in jax.tree.leaves(sampled):
             array.copy_to_host_async()
         return _InFlight(plan=plan, sampled=sampled, dispatched_s=start_s)
@@ -344,10 +266,8 @@ class Engine:
     def _run(self, plan: StepPlan, bucket: Bucket, kind: SamplerKind) -> SampledTokens:
         arrays = build_batch(plan, bucket)
         arguments = self._forward_arguments(arrays.batch)
-        logits, self._cache = self._forward[bucket](self.model.state, *arguments)
-        sampled, self._last_tokens = self._sample[bucket.num_seqs, kind](
-            logits, self._last_tokens, arrays.batch.rows, arrays.is_sampled, self._rows.sampling, arrays.steps
-        )
+        logits, self._cache = self._programs.forward(bucket, *arguments)
+        sampled, self._last_tokens = self._programs.sample(kind, logits, self._last_tokens, arrays, self._rows.sampling)
         return sampled
 
     def _load(self, loads: Iterable[Load]) -> None:
@@ -477,13 +397,6 @@ def build_engine(
     return engine
 
 
-def _sampler_kind(plan: StepPlan) -> SamplerKind:
-    sampling = [c.request.sampling for c in plan.chunks if c.samples]
-    if any(s.logprobs is not None for s in sampling):
-        return SamplerKind(is_greedy=False, with_logprobs=True)
-    return SamplerKind(is_greedy=all(s.is_greedy for s in sampling), with_logprobs=False)
-
-
 def _token_logprob(request: Request, index: int, sampled: SampledTokens) -> TokenLogprob:
     assert sampled.logprobs is not None
     assert sampled.top_tokens is not None
@@ -504,10 +417,6 @@ def _delete_if_lost(arrays: Sequence[Array]) -> bool:
     for array in arrays:
         array.delete()  # nothing happens to one that is deleted already
     return True
-
-
-def _abstract_batch(bucket: Bucket) -> StepBatch:
-    return jax.eval_shape(functools.partial(empty_batch, bucket.num_tokens, bucket.num_seqs))
 
 
 def _blocks_that_fit(model: SplitModel, config: EngineConfig) -> int:

@@ -116,7 +116,7 @@ def test_a_failed_step_ends_what_ran_and_the_next_request_is_right(
         raise RuntimeError("the device is unwell")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_forward", dict.fromkeys(engine.buckets.all, fail))
+        patch.setattr(engine._programs, "_forward", dict.fromkeys(engine.buckets.all, fail))
         with pytest.raises(RuntimeError, match="unwell"):
             engine.step()
     assert [r.finish_reason for r in requests] == [FinishReason.ERROR] * 2
@@ -150,7 +150,7 @@ def test_results_of_a_program_that_failed_on_the_device_are_freed_and_made_anew(
         raise RuntimeError("the device is unwell")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_forward", dict.fromkeys(engine.buckets.all, fail))
+        patch.setattr(engine._programs, "_forward", dict.fromkeys(engine.buckets.all, fail))
         with pytest.raises(RuntimeError, match="unwell"):
             engine.step()
     assert all(array.is_freed for array in poisoned)
