@@ -1,6 +1,7 @@
 """The engine beyond the laws: ends, aborts, failures, limits."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -211,7 +212,8 @@ def test_logprobs_sum_to_at_most_one_and_lead_with_the_greedy_token(engine: Engi
 )
 def test_sizes_at_their_limits_give_the_same_tokens(engine: Engine, sizes: dict[str, int]) -> None:
     adapters = {adapter.name: adapter.weights for adapter in engine.store.adapters}
-    other = make_engine(engine.model, adapters, **({"max_model_len": 48} | sizes))
+    settings: dict[str, Any] = {"max_model_len": 48} | sizes
+    other = make_engine(engine.model, adapters, **settings)
     mixes = [{}] if sizes.get("adapter_slots") == 0 else [{}, {"a": 1.0}, {"b": -0.5}]
     prompts = ([7], PROMPT, range(20), [1, 2])
     cases = [(list(prompt), mix) for prompt in prompts for mix in mixes]
