@@ -21,7 +21,14 @@ from serving.engine import Engine
 from serving.errors import InvalidRequestError, UnknownModelError
 from serving.request import RequestOutput
 from tests.support import numpy_llama
-from tests.support.engines import generate, make_engine, make_request, run_to_end, token_ids
+from tests.support.engines import (
+    generate,
+    make_engine,
+    make_request,
+    make_tight_engine,
+    run_to_end,
+    token_ids,
+)
 from tests.support.tiny_models import random_adapter, random_gated_set, tiny_model
 
 PROMPT = [5, 9, 2, 40, 7, 33]
@@ -37,21 +44,21 @@ def split() -> SplitModel:
 
 @pytest.fixture(scope="module")
 def adapters(split: SplitModel) -> dict[str, AdapterWeights]:
-    """a, b and c fill one slot each, big two, small a part of one."""
+    """Of slots of rank 4, a, b and c fill two each, big four, small a part of one."""
     whole = {
         name: random_adapter(split.config, rank=rank, seed=seed)
-        for seed, (name, rank) in enumerate({"a": 4, "b": 4, "c": 3, "big": 8}.items())
+        for seed, (name, rank) in enumerate({"a": 8, "b": 8, "c": 7, "big": 16}.items())
     }
     return whole | {"small": random_adapter(split.config, rank=2, seed=9, projections=("q_proj", "v_proj"))}
 
 
 @pytest.fixture(scope="module")
 def engine(split: SplitModel, adapters: dict[str, AdapterWeights]) -> Engine:
-    """Two slots for five adapters."""
+    """Four slots for five adapters."""
     gated = random_gated_set(
         split.config, "gated", ["a", "c"], granularity="layer", top_k=None, renormalize=False, seed=3
     )  # fmt: skip
-    return make_engine(split, adapters, [gated], adapter_slots=2, max_num_seqs=3)
+    return make_tight_engine(split, adapters, gated)
 
 
 def first_token(engine: Engine, mix: Mapping[str, float] | str, prompt: list[int] = PROMPT) -> dict[int, float]:
@@ -113,6 +120,7 @@ def test_c1_an_id_outside_the_vocabulary_is_never_sampled(engine: Engine) -> Non
     assert max(drawn) > 240  # nearly uniform: a row of padding would have been drawn too
 
 
+@pytest.mark.slow
 def test_c5_a_vocabulary_of_128256_works_with_adapters() -> None:
     split = tiny_model(vocab=128_256)
     adapters = {"a": random_adapter(split.config, rank=4, seed=0)}
@@ -178,11 +186,11 @@ def test_f1_a_gated_set_finds_its_experts_wherever_they_were_loaded(
     )[-1]  # fmt: skip
     places = set()
     for first in ("a", "c"):
-        first_token(engine, {"big": 1.0})  # fills both slots
+        first_token(engine, {"big": 1.0})  # fills all slots
         first_token(engine, {first: 1.0})
         assert_equals_reference(first_token(engine, "gated"), logits - np.logaddexp.reduce(logits))
         places.add(tuple(engine.slot_cache.lookup(name) for name in gated_set.experts))
-    assert places == {((0,), (1,)), ((1,), (0,))}
+    assert places == {((0, 1), (2, 3)), ((2, 3), (0, 1))}
 
 
 def test_g4_a_prompt_seen_before_is_answered_anew_for_every_mix(
@@ -210,6 +218,7 @@ def test_i3_switching_adapters_takes_no_more_device_memory(engine: Engine) -> No
     assert live() == before
 
 
+@pytest.mark.slow  # fast: the laws, on the library
 def test_k1_slots_that_nobody_uses_leave_the_base_alone_bit_for_bit(
     split: SplitModel, adapters: dict[str, AdapterWeights], engine: Engine
 ) -> None:
@@ -220,9 +229,9 @@ def test_k1_slots_that_nobody_uses_leave_the_base_alone_bit_for_bit(
         return [trace(outputs[f"r{i}"]) for i in range(3)]
 
     generate(engine, PROMPT, {"big": 1.0})  # every slot holds something
-    without_slots = make_engine(split, adapters, adapter_slots=0, max_num_seqs=3)
+    without_slots = make_engine(split, adapters, adapter_slots=0)
     assert base(engine) == base(without_slots)
-    with pytest.raises(InvalidRequestError, match=r"needs 1 slots .* has 0; .*--adapter-slots"):
+    with pytest.raises(InvalidRequestError, match=r"needs 2 slots .* has 0; .*--adapter-slots"):
         without_slots.add_request(make_request(without_slots, "r", PROMPT, {"a": 1.0}))
 
 
@@ -240,10 +249,10 @@ def test_k2_greedy_text_is_that_of_merged_weights(split: SplitModel, adapters: d
     mixes = [{"a": 1.0}, {"a": 0.7, "big": 0.3}, {"b": 1.0, "c": -0.5, "small": 2.0}]
     batch = pad_batch([PROMPT])
     for mix in mixes:
-        served = Model(split, None, adapter_slots=8, slot_rank=4)
+        served = Model(split, None, adapter_slots=16, slot_rank=4)
         for name, weights in adapters.items():
             served.add_adapter(name, weights)
-        merged = Model(merge(split, adapters, mix), None, adapter_slots=8, slot_rank=4)
+        merged = Model(merge(split, adapters, mix), None, adapter_slots=16, slot_rank=4)
         tokens = [
             dm.make_generate(model, max_new_tokens=32, ignore_eos=True)(batch, model.mix([row])).tokens
             for model, row in ((served, mix), (merged, BASE))
@@ -284,15 +293,15 @@ def test_m1_each_adapter_counts_where_its_requests_are(engine: Engine) -> None:
         prefixes = ("dymerge_adapter_requests_running", "dymerge_adapter_requests_waiting", "dymerge_requests_running")
         return {line for line in engine.metrics.render().decode().splitlines() if line.startswith(prefixes)}
 
-    for i in range(3):
-        engine.add_request(make_request(engine, f"r{i}", PROMPT, {"a": 1.0} if i else {"a": 1.0, "c": 0.5}))
+    for i in range(4):
+        engine.add_request(make_request(engine, f"r{i}", PROMPT[:4], {"a": 1.0} if i else {"a": 1.0, "c": 0.5}))
     engine.add_request(make_request(engine, "queued", PROMPT, {"b": 1.0}))
     engine.step()
     assert queues() == {
-        'dymerge_adapter_requests_running{adapter="a"} 3.0',
+        'dymerge_adapter_requests_running{adapter="a"} 4.0',
         'dymerge_adapter_requests_running{adapter="c"} 1.0',
         'dymerge_adapter_requests_waiting{adapter="b"} 1.0',
-        "dymerge_requests_running 3.0",
+        "dymerge_requests_running 4.0",
     }
     run_to_end(engine)
     assert queues() == {"dymerge_requests_running 0.0"}

@@ -17,7 +17,7 @@ PROMPT = [5, 9, 2, 40, 7]
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     """Room for two of the three adapters."""
-    split = tiny_model()
+    split = tiny_model(vocab=257)
     adapters = {name: random_adapter(split.config, rank=8, seed=i) for i, name in enumerate("abc")}
     return make_tight_engine(split, adapters)
 

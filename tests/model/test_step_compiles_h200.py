@@ -73,7 +73,7 @@ def num_bytes(tree: Any) -> int:
     ("size", "dtype", "num_tokens", "num_seqs", "gated"),
     [
         pytest.param("llama-3-8b", jnp.bfloat16, 32, 32, False, id="8b-decode"),
-        pytest.param("llama-3-8b", jnp.bfloat16, 512, 32, False, id="8b-prefill"),
+        pytest.param("llama-3-8b", jnp.bfloat16, 512, 32, False, id="8b-prefill", marks=pytest.mark.slow),
         pytest.param("llama-3-8b", jnp.bfloat16, 32, 32, True, id="8b-decode-gated", marks=pytest.mark.slow),
         pytest.param("smollm2-135m", jnp.float32, 1, 1, False, id="smollm2-decode-1", marks=pytest.mark.slow),
         pytest.param("smollm2-135m", jnp.bfloat16, 64, 32, False, id="smollm2-prefill", marks=pytest.mark.slow),

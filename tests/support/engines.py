@@ -38,13 +38,18 @@ def make_engine(
     return engine
 
 
-def make_tight_engine(model: SplitModel, adapters: Mapping[str, AdapterWeights]) -> Engine:
-    """Four slots, 24 blocks for four rows of up to 48 tokens, and a set "gated" of the adapters a and b.
+def make_tight_engine(
+    model: SplitModel, adapters: Mapping[str, AdapterWeights], gated_set: GatedSetWeights | None = None
+) -> Engine:
+    """Four slots, and 24 blocks for four rows of up to 48 tokens; by default with a set "gated" of adapters a and b.
 
     Every such engine of one model takes its programs from the first: jax keeps what it has compiled.
     """
-    gated = random_gated_set(model.config, "gated", ["a", "b"], granularity="layer", top_k=1, renormalize=True, seed=3)
-    return make_engine(model, adapters, [gated], adapter_slots=4, num_blocks=24, max_model_len=48)
+    if gated_set is None:
+        gated_set = random_gated_set(
+            model.config, "gated", ["a", "b"], granularity="layer", top_k=1, renormalize=True, seed=3
+        )
+    return make_engine(model, adapters, [gated_set], adapter_slots=4, num_blocks=24, max_model_len=48)
 
 
 def make_request(
