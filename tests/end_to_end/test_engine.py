@@ -3,12 +3,17 @@
 import dataclasses
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from dymerge_jax.kv_cache import KVCache
+from dymerge_jax.lora import SlotArray
 from serving.engine import Engine
 from serving.request import FinishReason
 from tests.support.engines import generate, make_engine, make_request, make_tight_engine, run_to_end, token_ids
+from tests.support.tiny_checkpoints import write_tokenizer
 from tests.support.tiny_models import random_adapter, tiny_model
 
 PROMPT = [5, 9, 2, 40, 7]
@@ -54,6 +59,37 @@ def test_every_end_token_of_the_model_ends_a_request(engine: Engine, monkeypatch
         outputs = run_to_end(engine)["r"]
         assert outputs[-1].finish_reason is FinishReason.STOP
         assert token_ids(outputs) == tokens[: tokens.index(end) + 1]
+        assert generate(engine, PROMPT, {}, max_tokens=10, ignore_eos=True) == tokens
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path, 257)
+    return PreTrainedTokenizerFast.from_pretrained(path)
+
+
+def test_text_that_might_begin_a_stop_string_comes_out_when_the_request_ends(
+    engine: Engine, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "tokenizer", tokenizer)
+    tokens = generate(engine, PROMPT, {"a": 1.0}, max_tokens=12)
+    cut = next(i for i in range(4, 12) if tokens[i] not in tokens[:i])
+
+    def ask(**sampling: Any) -> tuple[str, FinishReason | None]:
+        engine.add_request(make_request(engine, "r", PROMPT, {"a": 1.0}, max_tokens=12, **sampling))
+        outputs = run_to_end(engine)["r"]
+        return "".join(o.text for o in outputs), outputs[-1].finish_reason
+
+    def decoded(num_tokens: int) -> str:
+        return str(tokenizer.decode(PROMPT + tokens[:num_tokens]))[len(tokenizer.decode(PROMPT)) :]
+
+    whole = decoded(12)
+    assert ask() == (whole, FinishReason.LENGTH)
+    assert ask(stop=(whole[-1] + "~",)) == (whole, FinishReason.LENGTH)
+    before = decoded(cut)
+    assert ask(stop=(before[-1] + "~",), stop_token_ids=(tokens[cut],)) == (before, FinishReason.STOP)
+    assert ask(stop=(whole[4:6],)) == (whole[: whole.index(whole[4:6])], FinishReason.STOP)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 6])
@@ -126,6 +162,23 @@ def test_a_failed_step_ends_what_ran_and_the_next_request_is_right(
     assert generate(engine, PROMPT, {"a": 1.0}) == wanted
 
 
+def test_slots_that_a_failed_copy_lost_are_made_anew(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixes: list[dict[str, float]] = [{"c": 1.0}, {"a": 1.0}, {"b": 1.0}]  # room for two: c is out
+    wanted = [generate(engine, PROMPT, mix) for mix in mixes]
+
+    def fail(slots: SlotArray, *_: object) -> None:
+        jax.tree.map(lambda array: array.delete(), slots)  # donated
+        raise RuntimeError("the device is unwell")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("serving.engine.write_slot", fail)
+        engine.add_request(make_request(engine, "r", PROMPT, {"c": 1.0}))
+        with pytest.raises(RuntimeError, match="unwell"):
+            engine.step()
+    assert not engine.slot_cache.resident
+    assert [generate(engine, PROMPT, mix) for mix in mixes] == wanted
+
+
 class Poisoned:
     """A result of a program that failed on the device after it was dispatched: alive, but without a value."""
 
@@ -182,8 +235,8 @@ def test_a_request_that_cannot_be_detokenized_is_not_taken_in(engine: Engine, mo
 def test_the_same_seed_gives_the_same_tokens_whatever_shares_the_batch(engine: Engine) -> None:
     sampling = {"temperature": 2.0, "top_k": 40, "seed": 11, "max_tokens": 8}
     alone = generate(engine, PROMPT, {"a": 0.5}, **sampling)
-    for i in range(3):
-        engine.add_request(make_request(engine, f"x{i}", range(1 + i), {"b": 1.0}, temperature=1.0, seed=i))
+    for i in range(3):  # greedy, and two that draw
+        engine.add_request(make_request(engine, f"x{i}", range(1 + i), {"b": 1.0}, temperature=float(i), seed=i))
     engine.add_request(make_request(engine, "r", PROMPT, {"a": 0.5}, **sampling))
     assert token_ids(run_to_end(engine)["r"]) == alone
     assert generate(engine, PROMPT, {"a": 0.5}, **(sampling | {"seed": 12})) != alone
@@ -222,3 +275,43 @@ def test_sizes_at_their_limits_give_the_same_tokens(engine: Engine, sizes: dict[
     outputs = run_to_end(other)
     for i, (prompt, mix) in enumerate(cases):
         assert token_ids(outputs[f"r{i}"]) == generate(engine, prompt, mix, max_tokens=20), (prompt, mix)
+
+
+def test_log_probabilities_in_a_batch_are_those_of_a_request_alone(engine: Engine) -> None:
+    mixes: list[dict[str, float]] = [{}, {"a": 1.0}, {"a": 0.5, "b": -1.0}]
+
+    def ask(indices: list[int]) -> list[list[float]]:
+        for i in indices:
+            engine.add_request(make_request(engine, f"r{i}", PROMPT, mixes[i], logprobs=2))
+        outputs = run_to_end(engine)
+        return [[o.logprobs[0].logprob for o in outputs[f"r{i}"]] for i in indices]
+
+    alone = [ask([i])[0] for i in range(3)]
+    np.testing.assert_allclose(ask([0, 1, 2]), alone, atol=1e-4)
+    assert np.abs(np.diff(alone, axis=0)).max(axis=1).min() > 1e-2
+
+
+def test_what_the_engine_does_is_counted(engine: Engine) -> None:
+    def counts() -> dict[str, float]:
+        lines = [line.rsplit(" ", 1) for line in engine.metrics.render().decode().splitlines() if line[0] != "#"]
+        return {name.removeprefix("dymerge_"): float(value) for name, value in lines}
+
+    generate(engine, PROMPT, {"a": 1.0, "b": 1.0})
+    before = counts()
+    for mix in ({}, {"c": 1.0}, {"c": 0.5}):
+        generate(engine, PROMPT, mix, max_tokens=4)
+    after = counts()
+    rise = {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
+    for name, expected in {
+        "prompt_tokens_total": 15,
+        "generated_tokens_total": 12,
+        'requests_finished_total{finish_reason="length"}': 3,
+        "time_to_first_token_seconds_count": 3,
+        "time_per_output_token_seconds_count": 3,
+        "step_duration_seconds_count": 12,
+        "step_tokens_total": 24,
+        "adapter_loads_total": 1,
+        'adapter_requests_total{adapter="c"}': 2,
+    }.items():
+        assert rise[name] == expected, name
+    assert (after["adapters_resident"], after["kv_blocks_free"]) == (2, 24)

@@ -7,7 +7,7 @@ import pytest
 
 from serving.config import EngineConfig
 from serving.errors import InvalidRequestError
-from serving.policies import Fifo, Lag, LeastFirst, Policy, Random, make_policy
+from serving.policies import Fifo, Lag, LeastFirst, Policy, Random, WhenBlocked, make_policy
 from serving.request import FinishReason, Request
 from serving.scheduler import Scheduler
 from tests.support.host import FakeEngine, admit, check_finished, make_request, make_scheduler
@@ -161,6 +161,13 @@ def test_h2_theta_zero_admits_in_order_of_arrival_whatever_is_resident(policy: P
         order += admit(scheduler, now_s=5.0)
         scheduler.finish(scheduler.running[0], FinishReason.STOP)
     assert order == [f"r{i}" for i in range(6)]
+
+
+def test_a_request_is_overdue_as_soon_as_it_has_waited_theta():
+    request = make_request("r", arrival_s=1.0)
+    assert Lag(0.0).when_blocked(request, now_s=1.0) is WhenBlocked.STOP
+    assert Lag(0.5).when_blocked(request, now_s=1.5) is WhenBlocked.CLAIM
+    assert Lag(0.5).when_blocked(request, now_s=1.25) is WhenBlocked.PASS
 
 
 def test_h1_an_endless_stream_on_one_adapter_does_not_starve_another():
