@@ -114,6 +114,22 @@ def test_several_choices_differ_by_seed_and_a_seed_repeats_them(api: openai.Open
     assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (6, 36)
 
 
+def test_streamed_choices_are_told_apart_by_their_index(api: openai.OpenAI) -> None:
+    settings = {"model": "a", "prompt": ["one", "two"], "n": 2, "seed": 5, "max_tokens": 6}
+    whole = api.completions.create(**settings)
+    texts = dict.fromkeys(range(4), "")
+    for chunk in api.completions.create(**settings, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert list(texts.values()) == [c.text for c in whole.choices]
+
+    chat = {"model": "a", "messages": MESSAGES, "n": 2, "seed": 5, "max_tokens": 6}
+    answers = api.chat.completions.create(**chat)
+    contents = dict.fromkeys(range(2), "")
+    for chunk in api.chat.completions.create(**chat, stream=True):
+        contents[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert list(contents.values()) == [c.message.content for c in answers.choices]
+
+
 def test_an_unknown_adapter_is_not_found_before_the_first_event(api: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="nobody"):
         api.completions.create(model="nobody", prompt="Hello", stream=True)
