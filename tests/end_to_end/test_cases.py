@@ -235,7 +235,8 @@ def test_k1_slots_that_nobody_uses_leave_the_base_alone_bit_for_bit(
         without_slots.add_request(make_request(without_slots, "r", PROMPT, {"a": 1.0}))
 
 
-def test_k1_the_adapter_op_adds_nothing_to_the_base(split: SplitModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_k1_the_adapter_op_adds_nothing_to_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = tiny_model(num_layers=1)
     with_slots = Model(split, None, adapter_slots=3, slot_rank=4)
     logits = with_slots.logits(pad_batch([PROMPT]), with_slots.mix([BASE]))
     with monkeypatch.context() as patch:

@@ -17,7 +17,6 @@ from tests.support import numpy_llama
 from tests.support.compiles import recorded_compiles
 from tests.support.engines import (
     generate,
-    make_engine,
     make_request,
     make_tight_engine,
     run_to_end,
@@ -57,10 +56,10 @@ def engine(split: SplitModel, adapters: dict[str, AdapterWeights]) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def roomy_engine(split: SplitModel, adapters: dict[str, AdapterWeights]) -> Engine:
-    """Slots and blocks for all, and a budget that takes most prompts in one chunk."""
-    adapters = adapters | {"new": random_adapter(split.config, rank=13, seed=99)}
-    return make_engine(split, adapters, adapter_slots=12, max_num_batched_tokens=64)
+def whole_engine(split: SplitModel, adapters: dict[str, AdapterWeights]) -> Engine:
+    """The same with a budget that takes any prompt in one chunk, and with one adapter more."""
+    new = random_adapter(split.config, rank=13, seed=99)
+    return make_tight_engine(split, adapters | {"new": new}, max_num_batched_tokens=64)
 
 
 def library_model(split: SplitModel, adapters: dict[str, AdapterWeights]) -> Model:
@@ -183,10 +182,10 @@ def test_law_4_the_engine_of_the_test_preempts_and_evicts(engine: Engine) -> Non
     assert not engine.slot_cache.resident >= set(RANKS)
 
 
-def test_law_4_chunked_prefill_equals_one_prefill(engine: Engine, roomy_engine: Engine) -> None:
+def test_law_4_chunked_prefill_equals_one_prefill(engine: Engine, whole_engine: Engine) -> None:
     prompt = [(7 * i) % 128 for i in range(40)]  # three chunks of at most 16 tokens in `engine`
     for mix in ({}, {"a": 0.5, "c": -1.0}):
-        assert generate(engine, prompt, mix) == generate(roomy_engine, prompt, mix)
+        assert generate(engine, prompt, mix) == generate(whole_engine, prompt, mix)
 
 
 def test_law_4_the_same_batch_twice_is_bit_equal(engine: Engine) -> None:
@@ -219,12 +218,12 @@ def test_law_4_one_mix_gives_the_same_bits_whatever_ran_between(engine: Engine) 
 # Law 5
 
 
-def test_law_5_no_request_sees_the_cache_of_another_mix(roomy_engine: Engine) -> None:
+def test_law_5_no_request_sees_the_cache_of_another_mix(whole_engine: Engine) -> None:
     mixes: list[dict[str, float]] = [{}, {"a": 1.0}, {"b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 0.5}, {}]
     prompt = [(3 * i) % 128 for i in range(30)]
-    answers = [generate(roomy_engine, prompt, mix) for mix in mixes]
+    answers = [generate(whole_engine, prompt, mix) for mix in mixes]
     for mix, answer in zip(mixes, answers, strict=True):
-        assert generate(make_cold(roomy_engine), prompt, mix) == answer
+        assert generate(make_cold(whole_engine), prompt, mix) == answer
     assert answers[0] == answers[-1]
     assert len({tuple(a) for a in answers}) == 5
 
@@ -248,13 +247,13 @@ def test_law_5_running_requests_own_their_blocks_alone(engine: Engine) -> None:
 # Law 6
 
 
-def test_law_6_nothing_compiles_after_the_start(engine: Engine, roomy_engine: Engine) -> None:
+def test_law_6_nothing_compiles_after_the_start(engine: Engine, whole_engine: Engine) -> None:
     """`run_to_end` checks the same in every test of an engine."""
-    mixes = [{}, {"a": 1.0}, {"a": 0.1, "b": 0.2, "c": 0.3}, {"new": 1.0}, {"new": 0.5, "d": 2.0}]
+    mixes = [{}, {"a": 1.0}, {"a": 0.1, "b": 0.2, "c": 0.3}, {"new": 1.0}, {"d": 2.0}, "gated"]
     with recorded_compiles() as compiles:
         for i, mix in enumerate(mixes):
-            add_greedy_and_sampled(roomy_engine, i, mix)
-        run_to_end(roomy_engine)
+            add_greedy_and_sampled(whole_engine, i, mix)
+        run_to_end(whole_engine)
         for i, mix in enumerate(MIXES):
             add_greedy_and_sampled(engine, i, mix)
         run_to_end(engine)

@@ -17,16 +17,19 @@ PROMPTS = [[5, 9, 2, 40, 7], [100, 90, 80], [1, 2, 3, 4, 5, 6]]
 
 
 @pytest.mark.parametrize(
-    "implementations",
+    ("implementations", "num_layers"),
     [
-        pytest.param(Implementations("reference", "reference"), id="reference", marks=pytest.mark.slow),
-        pytest.param(Implementations("dense", "portable"), id="dense", marks=pytest.mark.slow),
-        pytest.param(Implementations("loop", "portable"), id="cpu", marks=pytest.mark.slow),  # fast: test_gating.py
-        pytest.param(Implementations("pallas_triton", "pallas_triton"), id="gpu"),
+        pytest.param(Implementations("reference", "reference"), 2, id="reference", marks=pytest.mark.slow),
+        pytest.param(Implementations("dense", "portable"), 2, id="dense", marks=pytest.mark.slow),
+        pytest.param(Implementations("loop", "portable"), 2, id="cpu", marks=pytest.mark.slow),  # fast: test_gating.py
+        pytest.param(Implementations("pallas_triton", "pallas_triton"), 1, id="gpu-1"),
+        pytest.param(Implementations("pallas_triton", "pallas_triton"), 2, id="gpu-2", marks=pytest.mark.slow),
     ],
 )
-def test_logits_of_static_gated_and_base_rows_equal_the_float64_model(implementations: Implementations) -> None:
-    split = tiny_model()
+def test_logits_of_static_gated_and_base_rows_equal_the_float64_model(
+    implementations: Implementations, num_layers: int
+) -> None:
+    split = tiny_model(num_layers=num_layers)
     model = Model(split, None, adapter_slots=8, slot_rank=8, implementations=implementations)
     adapters = {"a": random_adapter(split.config, rank=12, seed=0), "b": random_adapter(split.config, rank=3, seed=1)}
     for name, adapter in adapters.items():

@@ -68,6 +68,7 @@ def test_generate_stops_at_every_end_token_and_pads_with_zero(model: Model) -> N
         assert np.asarray(out.tokens)[row].tolist() == free_row[:end] + [0] * (NUM_NEW - end)
 
 
+@pytest.mark.slow
 def test_prompts_of_one_token_are_each_continued_as_in_a_longer_batch(model: Model) -> None:
     """As many tokens as rows are read as a decode batch."""
     generate = dm.make_generate(model, max_new_tokens=NUM_NEW)

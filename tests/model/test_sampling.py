@@ -98,19 +98,22 @@ def test_min_p_drops_what_is_less_likely_than_its_share_of_the_likeliest(logits)
 
 
 def test_a_row_draws_the_same_token_whatever_its_batch(rng) -> None:
-    logits = jnp.asarray(rng.normal(size=(5, VOCAB)), jnp.float32)
-    steps = jnp.arange(5, dtype=jnp.int32)
-    together = np.asarray(_pick_tokens(logits, params(5), steps))
-    for i in range(5):
-        alone = _pick_tokens(logits[i : i + 1], params(1, seeds=[i]), steps[i : i + 1])
-        assert int(alone[0]) == together[i]
+    logits = jnp.asarray(rng.normal(size=(NUM_DRAWS, VOCAB)), jnp.float32)
+    steps = jnp.arange(NUM_DRAWS, dtype=jnp.int32)
+    together = np.asarray(_pick_tokens(logits, params(NUM_DRAWS), steps))
+    moved = np.roll(np.arange(NUM_DRAWS), 1)
+    again = _pick_tokens(logits[moved], params(NUM_DRAWS, seeds=moved.tolist()), steps[moved])
+    np.testing.assert_array_equal(np.asarray(again), together[moved])
+    alone = _pick_tokens(logits[7:8], params(1, seeds=[7]), steps[7:8])
+    assert int(alone[0]) == together[7]
 
 
 def test_the_same_seed_draws_anew_at_every_step() -> None:
-    flat = np.zeros(VOCAB, np.float32)
-    rows = jnp.broadcast_to(jnp.asarray(flat), (40, VOCAB))
-    tokens = np.asarray(_pick_tokens(rows, params(40, seeds=[7] * 40), jnp.arange(40, dtype=jnp.int32)))
-    assert len(set(tokens)) > 15
+    rows = jnp.zeros((NUM_DRAWS, VOCAB), jnp.float32)
+    tokens = np.asarray(
+        _pick_tokens(rows, params(NUM_DRAWS, seeds=[7] * NUM_DRAWS), jnp.arange(NUM_DRAWS, dtype=jnp.int32))
+    )
+    assert len(set(tokens[:40])) > 15
 
 
 def test_only_sampled_sequences_change_the_last_tokens(rng) -> None:

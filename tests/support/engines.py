@@ -39,7 +39,11 @@ def make_engine(
 
 
 def make_tight_engine(
-    model: SplitModel, adapters: Mapping[str, AdapterWeights], gated_set: GatedSetWeights | None = None
+    model: SplitModel,
+    adapters: Mapping[str, AdapterWeights],
+    gated_set: GatedSetWeights | None = None,
+    *,
+    max_num_batched_tokens: int = 16,
 ) -> Engine:
     """Four slots, and 24 blocks for four rows of up to 48 tokens; by default with a set "gated" of adapters a and b.
 
@@ -49,7 +53,8 @@ def make_tight_engine(
         gated_set = random_gated_set(
             model.config, "gated", ["a", "b"], granularity="layer", top_k=1, renormalize=True, seed=3
         )
-    return make_engine(model, adapters, [gated_set], adapter_slots=4, num_blocks=24, max_model_len=48)
+    sizes = {"adapter_slots": 4, "num_blocks": 24, "max_model_len": 48}
+    return make_engine(model, adapters, [gated_set], max_num_batched_tokens=max_num_batched_tokens, **sizes)
 
 
 def make_request(
