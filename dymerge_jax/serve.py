@@ -91,7 +91,6 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     from serving.engine import build_engine
     from serving.mixes import AdapterEntry, GatedSetEntry, ModelRegistry, check_names
 
-    keep_compiled_programs()
     is_demo = options.model == DEMO
     if config.dtype is None and is_demo:
         config = dataclasses.replace(config, dtype="float32" if jax.default_backend() == "cpu" else "bfloat16")
@@ -117,13 +116,13 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
 
 
 def keep_compiled_programs() -> None:
-    """Lets the next start take its programs from a folder, unless JAX_COMPILATION_CACHE_DIR names another."""
-    import jax
+    """Lets the next start take its programs from a folder: JAX_COMPILATION_CACHE_DIR, or one below the user's caches.
 
-    if jax.config.jax_compilation_cache_dir is None:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(caches / "dymerge_jax" / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    For this process as a whole and before jax is imported, which reads its environment then.
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(caches / "dymerge_jax" / "xla"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 
 def run(
@@ -324,4 +323,5 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
+    keep_compiled_programs()
     sys.exit(main())
