@@ -210,6 +210,7 @@ class SplitModel:
 
     @property
     def dtype(self) -> jnp.dtype:
+        """Of all arrays."""
         return jax.tree.leaves(self.state)[0].dtype
 
 

@@ -60,6 +60,7 @@ class StepBatch:
 
     @property
     def is_decode(self) -> bool:
+        """True for as many tokens as sequences: token i then belongs to sequence i."""
         return self.tokens.shape == self.rows.shape
 
 
@@ -120,6 +121,7 @@ class StepContext:
     gated: GatedTokens | None
 
     def mix(self, slots: SlotArray, gates: GateArray | None) -> MixContext:
+        """The same for the layers, with the adapters and gates that it refers to."""
         return MixContext(slots=slots, segments=self.segments, gates=gates, tokens=self.gated)
 
 
@@ -134,7 +136,17 @@ def step_context(
     num_blocks: int,
     block_size: int,
 ) -> StepContext:
-    """Places the tokens of one batch: which sequence, which KV block, which slots."""
+    """Places the tokens of one batch: which sequence, which KV block, which slots.
+
+    Args:
+      config: shape of the model.
+      gates: gates of the gated sets, or None.
+      mix: mixes by row.
+      block_tables: [num_rows, blocks_per_seq] int32; entries past a sequence's last block may hold anything.
+      last_tokens: [num_rows] int32, token last sampled for each row.
+      batch: the work.
+      num_blocks, block_size: of the cache.
+    """
     places = _token_places(batch)
     token_rows = batch.rows[places.seq_ids]
     tokens = jnp.where(batch.use_last_token[places.seq_ids], last_tokens[token_rows], batch.tokens)
@@ -180,7 +192,11 @@ def hidden_states(
     batch: StepBatch,
     implementations: Implementations,
 ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
-    """Runs one batch; returns the final hidden state of every token and the updated cache."""
+    """Runs one batch through the layers; the arguments are those of `forward_step`.
+
+    Returns:
+      [num_tokens, hidden] after the final norm, of no meaning for padding, and the cache with the batch's tokens in it.
+    """
     context = step_context(
         model.config,
         gates,

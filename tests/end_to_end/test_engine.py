@@ -242,6 +242,20 @@ def test_the_same_seed_gives_the_same_tokens_whatever_shares_the_batch(engine: E
     assert generate(engine, PROMPT, {"a": 0.5}, **(sampling | {"seed": 12})) != alone
 
 
+def test_logits_that_overflow_are_the_trouble_of_their_request_alone(engine: Engine) -> None:
+    """A weight of 1e38 is legal; what it makes of its own row, and leaves in KV blocks, must touch nobody else."""
+    alone = generate(engine, PROMPT, {"b": 1.0}, max_tokens=10)
+    engine.add_request(make_request(engine, "wild", PROMPT, {"a": 1e38}, max_tokens=6, logprobs=1))
+    engine.add_request(make_request(engine, "other", PROMPT, {"b": 1.0}, max_tokens=10))
+    outputs = run_to_end(engine)
+    wild = outputs["wild"]
+    assert not any(np.isfinite(output.logprobs[0].logprob) for output in wild), "the weight is not wild enough"
+    assert all(0 <= token < engine.model.config.vocab for token in token_ids(wild))
+    assert token_ids(outputs["other"]) == alone
+    for _ in range(3):  # in the blocks that the wild one has left
+        assert generate(engine, PROMPT, {"b": 1.0}, max_tokens=10) == alone
+
+
 def test_logprobs_sum_to_at_most_one_and_lead_with_the_greedy_token(engine: Engine) -> None:
     engine.add_request(make_request(engine, "r", PROMPT, {"a": 1.0}, logprobs=5))
     for output in run_to_end(engine)["r"]:
