@@ -229,7 +229,7 @@ def test_k1_slots_that_nobody_uses_leave_the_base_alone_bit_for_bit(
         return [trace(outputs[f"r{i}"]) for i in range(3)]
 
     generate(engine, PROMPT, {"big": 1.0})  # every slot holds something
-    without_slots = make_engine(split, adapters, adapter_slots=0)
+    without_slots = make_engine(split, adapters, adapter_slots=0, num_blocks=24, max_model_len=48)
     assert base(engine) == base(without_slots)
     with pytest.raises(InvalidRequestError, match=r"needs 2 slots .* has 0; .*--adapter-slots"):
         without_slots.add_request(make_request(without_slots, "r", PROMPT, {"a": 1.0}))
