@@ -16,6 +16,7 @@ class FakeEngine:
       step_s: how long a step takes, in seconds.
       step_error: raised by every step while it is set.
       max_running: further requests wait, in order of arrival.
+      added: every request there was, in order of arrival.
       held: requests the engine knows, by id, in order of arrival.
       aborted: ids of the requests that were aborted while held, in order.
     """
@@ -25,6 +26,7 @@ class FakeEngine:
         self.step_s = step_s
         self.max_running = max_running
         self.step_error: Exception | None = None
+        self.added: list[Request] = []
         self.held: dict[str, Request] = {}
         self.aborted: list[str] = []
         self.threads: set[int] = set()
@@ -35,6 +37,7 @@ class FakeEngine:
 
     def add_request(self, request: Request) -> None:
         self.threads.add(threading.get_ident())
+        self.added.append(request)
         self.held[request.request_id] = request
 
     def abort(self, request_id: str) -> None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from serving.async_engine import AsyncEngine
 from serving.mixes import ModelRegistry
 from serving.prompts import PromptEncoder
+from serving.request import SamplingParams
 from serving.server import ServerConfig, create_app
 from tests.http.conftest import MAX_MODEL_LEN, VOCAB, running, serving
 from tests.http.fake_engine import FakeEngine
@@ -61,6 +62,32 @@ def test_prompts_are_texts_or_token_ids_and_answered_in_order(
     assert complete(client, prompt=ids) == complete(client)
     assert complete(client, prompt=[ids, ids[:2]]) == complete(client) + complete(client, prompt=ids[:2])
     assert complete(client, prompt=["Hello", "He"]) == complete(client) + complete(client, prompt="He")
+
+
+def test_every_sampling_field_reaches_the_engine_by_either_route(client: httpx.Client, engine: FakeEngine) -> None:
+    fields = {
+        "temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.125, "seed": 11, "max_tokens": 3, "stop": ["~", "^"],
+        "stop_token_ids": [4, 5], "ignore_eos": True,
+    }  # fmt: skip
+    expected = SamplingParams(
+        temperature=0.5, top_p=0.75, top_k=7, min_p=0.125, seed=11, max_tokens=3, stop=("~", "^"),
+        stop_token_ids=(4, 5), ignore_eos=True, logprobs=2,
+    )  # fmt: skip
+    messages = [{"role": "user", "content": "Hello"}]
+    assert client.post("/v1/completions", json=fields | {"prompt": "Hello", "logprobs": 2}).status_code == 200
+    chat = fields | {"messages": messages, "logprobs": True, "top_logprobs": 2}
+    assert client.post("/v1/chat/completions", json=chat).status_code == 200
+    assert [r.sampling for r in engine.added] == [expected] * 2
+    client.post("/v1/completions", json={"prompt": "Hello"})
+    client.post("/v1/completions", json={"prompt": "Hello", "top_k": -1})
+    assert [r.sampling for r in engine.added[2:]] == [SamplingParams(temperature=1.0, max_tokens=16)] * 2
+
+
+def test_a_request_brings_every_adapter_it_needs(client: httpx.Client, engine: FakeEngine) -> None:
+    for fields in ({"model": "moe"}, {"adapter_mix": {"b": 0.5, "a": 1}}, {"adapter_mix": {"a": 0, "c": 1}}, {}):
+        complete(client, **fields)
+    assert [r.adapters for r in engine.added] == [("a", "b"), ("a", "b"), ("c",), ()]
+    assert [r.mix.gated_set for r in engine.added] == ["moe", None, None, None]
 
 
 def test_only_a_completion_gets_the_special_tokens_of_a_text(

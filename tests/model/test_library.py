@@ -11,7 +11,9 @@ import pytest
 import dymerge_jax as dm
 from checkpoints.errors import CheckpointError
 from dymerge_jax.config import named_config
+from dymerge_jax.generate import uniform_sampling
 from dymerge_jax.library import Model, pad_batch
+from dymerge_jax.sampling import pick_tokens
 from tests.support.compiles import recorded_compiles
 from tests.support.tiny_checkpoints import write_adapter, write_gated_set, write_tiny_llama
 from tests.support.tiny_models import random_adapter, random_gated_set, tiny_model
@@ -103,6 +105,20 @@ def test_sampling_depends_on_the_seed_only(model: Model) -> None:
     np.testing.assert_array_equal(np.asarray(generate(batch, mix, seed=1).tokens), first)
     for seed in (2, -1, 2**63):
         assert (np.asarray(generate(batch, mix, seed=seed).tokens) != first).any()
+
+
+def test_row_i_draws_its_tokens_one_by_one_from_seed_plus_i(model: Model) -> None:
+    generate = dm.make_generate(model, max_new_tokens=NUM_NEW, temperature=3.0, ignore_eos=True)
+    tokens = np.asarray(generate(pad_batch(PROMPTS), model.mix(MIXES), seed=1).tokens)
+    width, params = 16, uniform_sampling(NUM_NEW, temperature=3.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+    draw = jax.jit(pick_tokens)
+    for row, (prompt, mix) in enumerate(zip(PROMPTS, MIXES, strict=True)):
+        sequence = [*prompt, *tokens[row].tolist()]
+        batch = dm.Batch(jnp.asarray([sequence + [0] * (width - len(sequence))]), jnp.asarray([len(sequence)]))
+        logits = model.logits(batch, model.mix([mix]))[0, len(prompt) - 1 : len(sequence) - 1]
+        seeds = jnp.full((NUM_NEW,), 1 + row, jnp.uint32)
+        drawn = draw(logits, dataclasses.replace(params, seeds=seeds), jnp.arange(NUM_NEW, dtype=jnp.int32))
+        assert np.asarray(drawn).tolist() == tokens[row].tolist()
 
 
 def test_generate_can_be_called_under_jit_whatever_is_traced(model: Model) -> None:
