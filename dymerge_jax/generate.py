@@ -12,7 +12,7 @@ from dymerge_jax.kv_cache import KVCache, empty_cache
 from dymerge_jax.lora import SlotArray
 from dymerge_jax.model import Implementations, Llama
 from dymerge_jax.sampling import SamplingParams, device_seed, pick_tokens
-from dymerge_jax.step import AdapterMix, StepBatch, hidden_states
+from dymerge_jax.step import AdapterMix, StepBatch, StepInputs, hidden_states
 from pallas_kernels.pytree import pytree_dataclass
 
 _BLOCK_SIZE = 16
@@ -91,7 +91,8 @@ def _prefill(
     )
     dtype = jax.tree.leaves(nnx.state(model))[0].dtype
     cache = empty_cache(model.config, num_blocks=tables.size, block_size=_BLOCK_SIZE, dtype=dtype)
-    return hidden_states(model, cache, slots, gates, mix, tables, jnp.zeros_like(rows), step, implementations)
+    inputs = StepInputs(slots, gates, mix, tables, last_tokens=jnp.zeros_like(rows), batch=step)
+    return hidden_states(model, cache, inputs, implementations)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "implementations"))
@@ -163,7 +164,8 @@ def generate_tokens(
             context_lens=batch.lengths + s.step,
             use_last_token=jnp.zeros((num_seqs,), bool),
         )
-        hidden, cache = hidden_states(model, s.cache, slots, gates, mix, tables, s.current, work, implementations)
+        inputs = StepInputs(slots, gates, mix, tables, last_tokens=s.current, batch=work)
+        hidden, cache = hidden_states(model, s.cache, inputs, implementations)
         following = pick(hidden, s.step + 1)
         return _DecodeState(
             step=s.step + 1,

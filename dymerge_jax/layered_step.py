@@ -14,30 +14,22 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dymerge_jax.attention import AttentionContext
-from dymerge_jax.gating import GateArray
 from dymerge_jax.kv_cache import KVCache, LayerKV
-from dymerge_jax.lora import SlotArray
 from dymerge_jax.model import Implementations, Llama, LlamaLayer, MixContext, SplitModel
-from dymerge_jax.step import AdapterMix, StepBatch, StepContext, last_logits, step_context
+from dymerge_jax.step import StepBatch, StepContext, StepInputs, last_logits, step_context
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "num_blocks", "block_size"))
 def _before_layers(
     graph: nnx.GraphDef[Llama],
     state: nnx.State,
-    gates: GateArray | None,
-    mix: AdapterMix,
-    block_tables: Int[Array, "num_rows blocks_per_seq"],
-    last_tokens: Int[Array, " num_rows"],
-    batch: StepBatch,
+    inputs: StepInputs,
     *,
     num_blocks: int,
     block_size: int,
 ) -> tuple[Float[Array, "num_tokens hidden"], StepContext]:
     model = nnx.merge(graph, state)
-    context = step_context(
-        model.config, gates, mix, block_tables, last_tokens, batch, num_blocks=num_blocks, block_size=block_size
-    )
+    context = step_context(model.config, inputs, num_blocks=num_blocks, block_size=block_size)
     return model.embedded(context.tokens), context
 
 
@@ -68,36 +60,17 @@ class LayeredStep:
 
     Args:
       model: weights; used again on every call.
-      cache, slots, gates, mix, block_tables, last_tokens, batch: arrays, or their shapes, as every call has them.
+      cache, inputs: arrays, or their shapes, as every call has them.
       implementations: of the ops.
     """
 
-    def __init__(
-        self,
-        model: SplitModel,
-        cache: KVCache,
-        slots: SlotArray,
-        gates: GateArray | None,
-        mix: AdapterMix,
-        block_tables: Int[Array, "num_rows blocks_per_seq"],
-        last_tokens: Int[Array, " num_rows"],
-        batch: StepBatch,
-        implementations: Implementations,
-    ) -> None:
+    def __init__(self, model: SplitModel, cache: KVCache, inputs: StepInputs, implementations: Implementations) -> None:
         layers = [nnx.split(layer) for layer in nnx.merge(model.graph, model.state).layers]
         graph = layers[0][0]
         assert all(other == graph for other, _ in layers), "layers differ in structure"
         self._layers = [(state, jnp.int32(i)) for i, (_, state) in enumerate(layers)]
         before = _before_layers.lower(
-            model.graph,
-            model.state,
-            gates,
-            mix,
-            block_tables,
-            last_tokens,
-            batch,
-            num_blocks=cache.num_blocks,
-            block_size=cache.block_size,
+            model.graph, model.state, inputs, num_blocks=cache.num_blocks, block_size=cache.block_size
         )
         x, context = before.out_info
         self._before = before.compile()
@@ -107,27 +80,19 @@ class LayeredStep:
             x,
             cache.layers[0],
             context.attention,
-            context.mix(slots, gates),
+            context.mix(inputs.slots, inputs.gates),
             implementations=implementations,
         ).compile()
-        self._after = _after_layers.lower(model.graph, model.state, x, batch).compile()
+        self._after = _after_layers.lower(model.graph, model.state, x, inputs.batch).compile()
 
     def __call__(
-        self,
-        state: nnx.State,
-        cache: KVCache,
-        slots: SlotArray,
-        gates: GateArray | None,
-        mix: AdapterMix,
-        block_tables: Int[Array, "num_rows blocks_per_seq"],
-        last_tokens: Int[Array, " num_rows"],
-        batch: StepBatch,
+        self, state: nnx.State, cache: KVCache, inputs: StepInputs
     ) -> tuple[Float[Array, "num_seqs vocab"], KVCache]:
         """Logits after each sequence's last new token, and the cache (donated)."""
-        x, context = self._before(state, gates, mix, block_tables, last_tokens, batch)
-        mixes = context.mix(slots, gates)
+        x, context = self._before(state, inputs)
+        mixes = context.mix(inputs.slots, inputs.gates)
         layers_kv = []
         for layer, kv in zip(self._layers, cache.layers, strict=True):
             x, kv = self._layer(*layer, x, kv, context.attention, mixes)
             layers_kv.append(kv)
-        return self._after(state, x, batch), KVCache(layers=tuple(layers_kv))
+        return self._after(state, x, inputs.batch), KVCache(layers=tuple(layers_kv))

@@ -64,6 +64,28 @@ class StepBatch:
         return self.tokens.shape == self.rows.shape
 
 
+@pytree_dataclass
+class StepInputs:
+    """What a step reads besides the weights and the cache.
+
+    Attributes:
+      slots: adapters on the device.
+      gates: gates of the gated sets; None without any.
+      mix: mixes by row.
+      block_tables: [num_rows, blocks_per_seq] int32, block ids of each row's sequence; entries past its last block may
+        hold anything.
+      last_tokens: [num_rows] int32, token last sampled for each row.
+      batch: the work.
+    """
+
+    slots: SlotArray
+    gates: GateArray | None
+    mix: AdapterMix
+    block_tables: Int[Array, "num_rows blocks_per_seq"]
+    last_tokens: Int[Array, " num_rows"]
+    batch: StepBatch
+
+
 def empty_batch(num_tokens: int, num_seqs: int) -> StepBatch:
     """A batch without work; under `jax.eval_shape`, the shapes of a bucket."""
     ints = jnp.zeros((num_seqs,), jnp.int32)
@@ -125,34 +147,21 @@ class StepContext:
         return MixContext(slots=slots, segments=self.segments, gates=gates, tokens=self.gated)
 
 
-def step_context(
-    config: LlamaConfig,
-    gates: GateArray | None,
-    mix: AdapterMix,
-    block_tables: Int[Array, "num_rows blocks_per_seq"],
-    last_tokens: Int[Array, " num_rows"],
-    batch: StepBatch,
-    *,
-    num_blocks: int,
-    block_size: int,
-) -> StepContext:
+def step_context(config: LlamaConfig, inputs: StepInputs, *, num_blocks: int, block_size: int) -> StepContext:
     """Places the tokens of one batch: which sequence, which KV block, which slots.
 
     Args:
       config: shape of the model.
-      gates: gates of the gated sets, or None.
-      mix: mixes by row.
-      block_tables: [num_rows, blocks_per_seq] int32; entries past a sequence's last block may hold anything.
-      last_tokens: [num_rows] int32, token last sampled for each row.
-      batch: the work.
+      inputs: of the step.
       num_blocks, block_size: of the cache.
     """
+    batch, mix, gates = inputs.batch, inputs.mix, inputs.gates
     places = _token_places(batch)
     token_rows = batch.rows[places.seq_ids]
-    tokens = jnp.where(batch.use_last_token[places.seq_ids], last_tokens[token_rows], batch.tokens)
+    tokens = jnp.where(batch.use_last_token[places.seq_ids], inputs.last_tokens[token_rows], batch.tokens)
 
     with jax.named_scope("attention_context"):
-        seq_tables = block_tables[batch.rows]
+        seq_tables = inputs.block_tables[batch.rows]
         block_ids = seq_tables[places.seq_ids, places.positions // block_size]
         cos, sin = rope_angles(places.positions, config.head_dim, config.rope)
         attention = AttentionContext(
@@ -182,32 +191,16 @@ def step_context(
 
 
 def hidden_states(
-    model: Llama,
-    cache: KVCache,
-    slots: SlotArray,
-    gates: GateArray | None,
-    mix: AdapterMix,
-    block_tables: Int[Array, "num_rows blocks_per_seq"],
-    last_tokens: Int[Array, " num_rows"],
-    batch: StepBatch,
-    implementations: Implementations,
+    model: Llama, cache: KVCache, inputs: StepInputs, implementations: Implementations
 ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
-    """Runs one batch through the layers; the arguments are those of `forward_step`.
+    """Runs one batch through the layers.
 
     Returns:
       [num_tokens, hidden] after the final norm, of no meaning for padding, and the cache with the batch's tokens in it.
     """
-    context = step_context(
-        model.config,
-        gates,
-        mix,
-        block_tables,
-        last_tokens,
-        batch,
-        num_blocks=cache.num_blocks,
-        block_size=cache.block_size,
-    )
-    return model(context.tokens, cache, context.attention, context.mix(slots, gates), implementations)
+    context = step_context(model.config, inputs, num_blocks=cache.num_blocks, block_size=cache.block_size)
+    mix = context.mix(inputs.slots, inputs.gates)
+    return model(context.tokens, cache, context.attention, mix, implementations)
 
 
 def last_logits(
@@ -224,12 +217,7 @@ def forward_step(
     graph: nnx.GraphDef[Llama],
     state: nnx.State,
     cache: KVCache,
-    slots: SlotArray,
-    gates: GateArray | None,
-    mix: AdapterMix,
-    block_tables: Int[Array, "num_rows blocks_per_seq"],
-    last_tokens: Int[Array, " num_rows"],
-    batch: StepBatch,
+    inputs: StepInputs,
     implementations: Implementations = Implementations(),  # noqa: B008 (frozen)
 ) -> tuple[Float[Array, "num_seqs vocab"], KVCache]:
     """One step: returns the logits after each sequence's last new token, and the cache (donated, in place).
@@ -237,17 +225,12 @@ def forward_step(
     Args:
       graph, state: the split model.
       cache: keys and values of all sequences; donated.
-      slots: adapters on the device.
-      gates: gates of the gated sets, or None.
-      mix: mixes by row.
-      block_tables: [num_rows, blocks_per_seq] int32, block ids of each row's sequence.
-      last_tokens: [num_rows] int32, token last sampled for each row.
-      batch: the work.
+      inputs: what else the step reads.
       implementations: of the ops.
 
     Returns:
       [num_seqs, vocab] float32 logits, of no meaning for unused sequences, and the cache.
     """
     model = nnx.merge(graph, state)
-    hidden, cache = hidden_states(model, cache, slots, gates, mix, block_tables, last_tokens, batch, implementations)
-    return last_logits(model, hidden, batch), cache
+    hidden, cache = hidden_states(model, cache, inputs, implementations)
+    return last_logits(model, hidden, inputs.batch), cache

@@ -31,7 +31,7 @@ from dymerge_jax.kv_cache import block_bytes, empty_cache
 from dymerge_jax.lora import empty_content, empty_slots, slot_bytes, write_slot
 from dymerge_jax.model import Implementations, SplitModel, model_from_params
 from dymerge_jax.sampling import SampledTokens
-from dymerge_jax.step import StepBatch
+from dymerge_jax.step import StepBatch, StepInputs
 from serving.adapter_store import AdapterStore, StoredAdapter
 from serving.batch import Bucket, RowTables, build_batch
 from serving.block_pool import BlockPool
@@ -140,21 +140,13 @@ class Engine:
         """Compiles every program the engine will ever run, and runs each once."""
         start_s = time.perf_counter()
         programs = self._programs
-        programs.compile(self._forward_arguments, self._last_tokens, self._rows.sampling, progress=progress)
+        programs.compile(self._cache, self._step_inputs, self._rows.sampling, progress=progress)
         self._warm_up()
         logger.info("compiled %d programs in %.1f s", programs.num_programs, time.perf_counter() - start_s)
 
-    def _forward_arguments(self, batch: StepBatch) -> tuple[Any, ...]:
-        """What a step takes after the model's state."""
-        return (
-            self._cache,
-            self._slots,
-            self._gates,
-            self._rows.mix,
-            self._rows.block_tables,
-            self._last_tokens,
-            batch,
-        )
+    def _step_inputs(self, batch: StepBatch) -> StepInputs:
+        rows = self._rows
+        return StepInputs(self._slots, self._gates, rows.mix, rows.block_tables, self._last_tokens, batch)
 
     def _warm_up(self) -> None:
         """Runs programs once on an empty batch, and one slot update, so that no request pays for a first call."""
@@ -265,8 +257,7 @@ class Engine:
 
     def _run(self, plan: StepPlan, bucket: Bucket, kind: SamplerKind) -> SampledTokens:
         arrays = build_batch(plan, bucket)
-        arguments = self._forward_arguments(arrays.batch)
-        logits, self._cache = self._programs.forward(bucket, *arguments)
+        logits, self._cache = self._programs.forward(bucket, self._cache, self._step_inputs(arrays.batch))
         sampled, self._last_tokens = self._programs.sample(kind, logits, self._last_tokens, arrays, self._rows.sampling)
         return sampled
 

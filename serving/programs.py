@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from dymerge_jax.kv_cache import KVCache
 from dymerge_jax.layered_step import LayeredStep
 from dymerge_jax.model import Implementations, SplitModel
 from dymerge_jax.sampling import SampledTokens, SamplingParams, sample_step
-from dymerge_jax.step import StepBatch, empty_batch, forward_step
+from dymerge_jax.step import StepBatch, StepInputs, empty_batch, forward_step
 from serving.batch import BatchArrays, Bucket, Buckets, make_buckets
 from serving.plan import StepPlan
 
@@ -79,8 +78,8 @@ class StepPrograms:
 
     def compile(
         self,
-        arguments: Callable[[StepBatch], tuple[Any, ...]],
-        last_tokens: Int[Array, " num_rows"],
+        cache: KVCache,
+        inputs_of: Callable[[StepBatch], StepInputs],
         sampling: SamplingParams,
         *,
         progress: bool,
@@ -88,11 +87,14 @@ class StepPrograms:
         """Compiles a forward step for every bucket and every kind of sampler for every number of sequences.
 
         Args:
-          arguments: what `forward_step` takes after the model's state, for a batch.
-          last_tokens, sampling: as every call of `sample` has them.
+          cache: as every call of `forward` has it.
+          inputs_of: likewise a step's inputs, for a batch.
+          sampling: as every call of `sample` has it.
           progress: show a progress bar.
         """
-        jobs = [functools.partial(self._compile_forward, b, arguments(_abstract_batch(b))) for b in self._buckets.all]
+        inputs = {bucket: inputs_of(_abstract_batch(bucket)) for bucket in self._buckets.all}
+        last_tokens = next(iter(inputs.values())).last_tokens
+        jobs = [functools.partial(self._compile_forward, b, cache, inputs[b]) for b in self._buckets.all]
         jobs += [
             functools.partial(self._compile_sampler, num_seqs, kind, last_tokens, sampling)
             for num_seqs in sorted({b.num_seqs for b in self._buckets.all})
@@ -106,12 +108,12 @@ class StepPrograms:
             for future in tqdm(done, total=len(jobs), desc="compiling", unit="program", disable=not progress):
                 future.result()
 
-    def _compile_forward(self, bucket: Bucket, arguments: tuple[Any, ...]) -> None:
+    def _compile_forward(self, bucket: Bucket, cache: KVCache, inputs: StepInputs) -> None:
         model = self._model
         if _is_cpu():
-            self._forward[bucket] = LayeredStep(model, *arguments, implementations=self._implementations)
+            self._forward[bucket] = LayeredStep(model, cache, inputs, self._implementations)
             return
-        lowered = forward_step.lower(model.graph, model.state, *arguments, implementations=self._implementations)
+        lowered = forward_step.lower(model.graph, model.state, cache, inputs, self._implementations)
         self._forward[bucket] = lowered.compile()
 
     def _compile_sampler(
@@ -132,9 +134,11 @@ class StepPrograms:
             elif not _is_cpu():  # a CPU has nothing to set up: a first call takes what any other does
                 yield bucket, SAMPLER_KINDS[0]
 
-    def forward(self, bucket: Bucket, *arguments: Any) -> tuple[Float[Array, "num_seqs vocab"], KVCache]:
-        """`forward_step` of this bucket, for the arguments after the model's state."""
-        return self._forward[bucket](self._model.state, *arguments)
+    def forward(
+        self, bucket: Bucket, cache: KVCache, inputs: StepInputs
+    ) -> tuple[Float[Array, "num_seqs vocab"], KVCache]:
+        """`forward_step` of this bucket; the cache is donated."""
+        return self._forward[bucket](self._model.state, cache, inputs)
 
     def sample(
         self,

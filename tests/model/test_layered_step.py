@@ -9,7 +9,7 @@ from dymerge_jax.kv_cache import empty_cache
 from dymerge_jax.layered_step import LayeredStep
 from dymerge_jax.library import Model
 from dymerge_jax.model import Implementations
-from dymerge_jax.step import AdapterMix, StepBatch, forward_step
+from dymerge_jax.step import AdapterMix, StepBatch, StepInputs, forward_step
 from tests.support.tiny_models import random_adapter, random_gated_set, tiny_model
 
 BLOCK_TABLES = jnp.arange(12, dtype=jnp.int32).reshape(3, 4)
@@ -48,11 +48,11 @@ def test_a_layered_step_equals_the_step_as_one_program(case: tuple[Model, Adapte
     split, last_tokens = model.split, jnp.asarray([17, 3, 0], jnp.int32)
     caches = [empty_cache(split.config, num_blocks=12, block_size=4, dtype=split.dtype) for _ in range(2)]
     for batch in step_batches():
-        others = (model.slots, model.gates, mix, BLOCK_TABLES, last_tokens, batch)
-        layered = LayeredStep(split, caches[1], *others, implementations=Implementations())
-        expected, caches[0] = forward_step(split.graph, split.state, caches[0], *others)
+        inputs = StepInputs(model.slots, model.gates, mix, BLOCK_TABLES, last_tokens, batch)
+        layered = LayeredStep(split, caches[1], inputs, Implementations())
+        expected, caches[0] = forward_step(split.graph, split.state, caches[0], inputs)
         before = caches[1]
-        actual, caches[1] = layered(split.state, caches[1], *others)
+        actual, caches[1] = layered(split.state, caches[1], inputs)
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
         for ours, theirs in zip(caches[1].layers, caches[0].layers, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -16,7 +16,7 @@ from dymerge_jax.kv_cache import empty_cache
 from dymerge_jax.lora import empty_slots
 from dymerge_jax.model import abstract_model
 from dymerge_jax.sampling import sample_step
-from dymerge_jax.step import AdapterMix, empty_batch, forward_step
+from dymerge_jax.step import AdapterMix, StepInputs, empty_batch, forward_step
 from tests.support.aot_h200 import H200, h200_target
 from tests.support.tiny_models import random_gated_set
 
@@ -56,11 +56,11 @@ def compile_step(
     batch = jax.eval_shape(functools.partial(empty_batch, num_tokens, num_seqs))
     weights = jnp.zeros((NUM_ROWS, NUM_SLOTS), jnp.float32)
     mix = AdapterMix(weights=weights, gated_set_ids=jnp.zeros((NUM_ROWS,), jnp.int32))
-    compiled = h200.compile(
-        functools.partial(forward_step, model.graph),
-        *(model.state, cache, slots, gates, mix, ints(NUM_ROWS, NUM_BLOCKS // 8), ints(NUM_ROWS), batch),
-        donate_argnums=(1,),
-    )
+    rows = jnp.zeros((NUM_ROWS,), jnp.int32)
+    tables = jnp.zeros((NUM_ROWS, NUM_BLOCKS // 8), jnp.int32)
+    inputs = StepInputs(slots, gates, mix, tables, rows, batch)
+    step = functools.partial(forward_step, model.graph)
+    compiled = h200.compile(step, model.state, cache, inputs, donate_argnums=(1,))
     arrays = [*cache.layers, *(array for g in slots.groups.values() for array in (g.a, g.b))]
     return compiled, num_bytes(cache), min(map(num_bytes, arrays))
 
