@@ -1,6 +1,7 @@
 """Clients that leave, steps that fail, too many requests, and the end of the server."""
 
 import concurrent.futures
+import itertools
 import json
 import socket
 import time
@@ -12,6 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from serving.mixes import ModelRegistry
+from serving.request import RequestOutput
 from serving.server import ServerConfig
 from tests.http.conftest import serving, wait_until
 from tests.http.fake_engine import FakeEngine
@@ -107,6 +109,23 @@ def test_steps_that_keep_failing_make_the_server_unhealthy(client: httpx.Client,
     assert health.status_code == 503
     assert "out of luck" in health.json()["reason"]
     assert client.post("/v1/completions", json=LONG).status_code == 503
+
+
+def test_failures_count_although_the_step_before_went_well(
+    client: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on the real engine, where a step dispatches and the next one finds out that it failed."""
+    num_steps = itertools.count()
+
+    def step() -> list[RequestOutput]:
+        if next(num_steps) % 2:
+            raise RuntimeError("out of luck")
+        return []
+
+    monkeypatch.setattr(engine, "step", step)
+    for _ in range(3):
+        assert client.post("/v1/completions", json=LONG).status_code == 500
+    assert client.get("/health").status_code == 503
 
 
 def test_more_requests_than_the_limit_are_told_to_come_back(

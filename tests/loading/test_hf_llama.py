@@ -153,6 +153,13 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
         load_model(tmp_path, progress=False)
 
 
+def test_an_index_wins_over_a_single_file_as_in_transformers(tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path, seed=1)
+    write_tiny_llama(tmp_path, seed=2, num_shards=2)
+    embed = load_model(tmp_path, progress=False).params["embed"]
+    np.testing.assert_array_equal(embed, tiny_llama_tensors(TINY, seed=2)["model.embed_tokens.weight"])
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (write_tiny_llama(tmp_path, num_shards=3) / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(MissingFileError, match=r"do not exist: model-00002-of-00003\.safetensors"):
