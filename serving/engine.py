@@ -116,9 +116,10 @@ class Engine:
         self._gates = build_gate_array(model.config, self.gated_sets, num_slots=num_slots)
         num_blocks = config.num_blocks or _blocks_that_fit(model, config)
         self.max_model_len = _max_model_len(model, config, num_blocks)
-        self._num_blocks = min(num_blocks, config.max_num_seqs * -(-self.max_model_len // config.block_size))
+        blocks_per_seq = -(-self.max_model_len // config.block_size)
+        self._num_blocks = min(num_blocks, config.max_num_seqs * blocks_per_seq)
         self._make_cache()
-        self._rows = RowTables(config.max_num_seqs, -(-self.max_model_len // config.block_size), num_slots)
+        self._rows = RowTables(config.max_num_seqs, blocks_per_seq, num_slots)
         self.slot_cache = SlotCache(config.adapter_slots)
         self.scheduler = Scheduler(
             policy=make_policy(config),
@@ -367,14 +368,9 @@ def build_engine(
     """
     split = model_from_params(model.config, model.params)
     store = AdapterStore(split.config, slot_rank=config.slot_rank, dtype=split.dtype)
+    max_rank = config.adapter_slots * config.slot_rank
     for name, folder in tqdm(adapters, desc="reading adapters", unit="adapter", disable=not progress or not adapters):
-        weights = load_adapter(folder, split.config)
-        needed = weights.num_slots(config.slot_rank)
-        if needed > config.adapter_slots:
-            raise ValueError(
-                f"adapter {name!r} has rank {weights.rank} and needs {needed} slots of rank {config.slot_rank}, but "
-                f"the slot array has {config.adapter_slots}; raise --adapter-slots"
-            )
+        weights = load_adapter(folder, split.config, max_rank=max_rank)
         store.add(StoredAdapter(name, folder, weights))
     for gated_set in gated_sets:
         missing = [expert for expert in gated_set.experts if expert not in store]

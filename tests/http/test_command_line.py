@@ -1,5 +1,6 @@
 """`python -m dymerge_jax.serve`: what it refuses at start, what it says, and how it ends."""
 
+import dataclasses
 import os
 import re
 import shlex
@@ -41,7 +42,7 @@ def tiny(tmp_path: Path) -> Path:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *flags: object) -> str:
-    """What main says when it refuses these flags: one line, no traceback."""
+    """What main says when it refuses these flags: from "error: " on, without a traceback."""
     try:
         status = main([str(flag) for flag in flags])
     except SystemExit as end:  # argparse's way
@@ -49,7 +50,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: object) -> str:
     assert status not in (0, None)
     error = capsys.readouterr().err
     assert "Traceback" not in error
-    return next(line for line in error.splitlines() if "error: " in line)
+    return error[error.index("error: ") :]
 
 
 @pytest.mark.usefixtures("own_signals")
@@ -206,7 +207,7 @@ def test_a_signal_while_starting_ends_at_once(tiny: Path, signal_number: int) ->
 
 
 def stream_for_long(url: str) -> Any:
-    body = {"prompt": "x", "max_tokens": 390, "ignore_eos": True, "stream": True}
+    body = {"prompt": "x", "max_tokens": 60_000, "ignore_eos": True, "stream": True}
     return httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30)
 
 
@@ -222,9 +223,13 @@ def test_a_signal_drains_and_ends_within_seconds(tiny: Path, signal_number: int)
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_ends_at_once(tiny: Path) -> None:
-    server = Process(tiny, "--drain-s", "60")
+def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+    # An answer so long that it cannot end between the two interrupts.
+    config = dataclasses.replace(named_config("tiny"), max_position=65_536)
+    model = write_tiny_llama(tmp_path / "long", config=config)
+    server = Process(model, "--max-model-len", str(config.max_position), "--drain-s", "60")
     with stream_for_long(server.url) as response:
+        assert response.status_code == 200
         next(response.iter_lines())
         server.process.send_signal(signal.SIGINT)
         wait_until(lambda: httpx_refused(server.url), 5)
