@@ -12,7 +12,8 @@ from dymerge_jax.kv_cache import KVCache, empty_cache
 from dymerge_jax.lora import SlotArray
 from dymerge_jax.model import Implementations, Llama
 from dymerge_jax.sampling import SamplingParams, device_seed, pick_tokens
-from dymerge_jax.step import AdapterMix, StepBatch, StepInputs, hidden_states
+from dymerge_jax.step import StepInputs, hidden_states
+from dymerge_jax.step_batch import AdapterMix, StepBatch
 from pallas_kernels.pytree import pytree_dataclass
 
 _BLOCK_SIZE = 16

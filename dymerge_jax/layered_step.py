@@ -10,33 +10,48 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dymerge_jax.attention import AttentionContext
 from dymerge_jax.kv_cache import KVCache, LayerKV
 from dymerge_jax.model import Implementations, Llama, LlamaLayer, MixContext, SplitModel
-from dymerge_jax.step import StepBatch, StepContext, StepInputs, last_logits, step_context
+from dymerge_jax.step import (
+    ModelStructure,
+    StepContext,
+    StepResult,
+    StepTables,
+    Weights,
+    finish_step,
+    split_weights,
+    step_context,
+)
+from dymerge_jax.step_batch import unpack_batch
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "num_blocks", "block_size"))
+@functools.partial(jax.jit, static_argnames=("structure", "num_seqs", "num_blocks", "block_size"))
 def _before_layers(
-    graph: nnx.GraphDef[Llama],
-    state: nnx.State,
-    inputs: StepInputs,
+    structure: ModelStructure[Llama],
+    weights: Weights,
+    last_tokens: Int[Array, " num_rows"],
+    tables: StepTables,
+    batch: Int[Array, " packed_len"],
     *,
+    num_seqs: int,
     num_blocks: int,
     block_size: int,
 ) -> tuple[Float[Array, "num_tokens hidden"], StepContext]:
-    model = nnx.merge(graph, state)
+    model = structure.merge(weights)
+    inputs = tables.inputs(unpack_batch(batch, num_seqs)[0], last_tokens)
     context = step_context(model.config, inputs, num_blocks=num_blocks, block_size=block_size)
     return model.embedded(context.tokens), context
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "implementations"), donate_argnames=("x", "kv"))
+@functools.partial(jax.jit, static_argnames=("structure", "implementations"), donate_argnames=("x", "kv"))
 def _layer(
-    graph: nnx.GraphDef[LlamaLayer],
-    state: nnx.State,
+    structure: ModelStructure[LlamaLayer],
+    weights: Weights,
     layer: Int[Array, ""],
     x: Float[Array, "num_tokens hidden"],
     kv: LayerKV,
@@ -44,15 +59,21 @@ def _layer(
     mix: MixContext,
     implementations: Implementations,
 ) -> tuple[Float[Array, "num_tokens hidden"], LayerKV]:
-    return nnx.merge(graph, state)(x, kv, attention, mix, implementations, layer)
+    return structure.merge(weights)(x, kv, attention, mix, implementations, layer)
 
 
-@functools.partial(jax.jit, static_argnames=("graph",))
+@functools.partial(jax.jit, static_argnames=("structure", "num_seqs"), donate_argnames="last_tokens")
 def _after_layers(
-    graph: nnx.GraphDef[Llama], state: nnx.State, x: Float[Array, "num_tokens hidden"], batch: StepBatch
-) -> Float[Array, "num_seqs vocab"]:
-    model = nnx.merge(graph, state)
-    return last_logits(model, model.normed(x), batch)
+    structure: ModelStructure[Llama],
+    weights: Weights,
+    x: Float[Array, "num_tokens hidden"],
+    last_tokens: Int[Array, " num_rows"],
+    batch: Int[Array, " packed_len"],
+    *,
+    num_seqs: int,
+) -> tuple[Float[Array, "num_seqs vocab"], Int[Array, " num_seqs"], Int[Array, " num_rows"]]:
+    model = structure.merge(weights)
+    return finish_step(model, model.normed(x), last_tokens, *unpack_batch(batch, num_seqs))
 
 
 class LayeredStep:
@@ -60,39 +81,64 @@ class LayeredStep:
 
     Args:
       model: weights; used again on every call.
-      cache, inputs: arrays, or their shapes, as every call has them.
+      cache, last_tokens, tables, batch: arrays, or their shapes, as every call has them.
+      num_seqs: sequences of the batch.
       implementations: of the ops.
     """
 
-    def __init__(self, model: SplitModel, cache: KVCache, inputs: StepInputs, implementations: Implementations) -> None:
-        layers = [nnx.split(layer) for layer in nnx.merge(model.graph, model.state).layers]
-        graph = layers[0][0]
-        assert all(other == graph for other, _ in layers), "layers differ in structure"
-        self._layers = [(state, jnp.int32(i)) for i, (_, state) in enumerate(layers)]
+    def __init__(
+        self,
+        model: SplitModel,
+        cache: KVCache,
+        last_tokens: Int[Array, " num_rows"] | jax.ShapeDtypeStruct,
+        tables: StepTables,
+        batch: Int[Array | np.ndarray, " packed_len"] | jax.ShapeDtypeStruct,
+        *,
+        num_seqs: int,
+        implementations: Implementations,
+    ) -> None:
+        layers = [split_weights(*nnx.split(layer)) for layer in nnx.merge(model.graph, model.state).layers]
+        layer_structure = layers[0][0]
+        assert all(other == layer_structure for other, _ in layers), "layers differ in structure"
+        self._layers = [(weights, jnp.int32(i)) for i, (_, weights) in enumerate(layers)]
+        structure, weights = split_weights(model.graph, model.state)
         before = _before_layers.lower(
-            model.graph, model.state, inputs, num_blocks=cache.num_blocks, block_size=cache.block_size
+            structure,
+            weights,
+            last_tokens,
+            tables,
+            batch,
+            num_seqs=num_seqs,
+            num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
         )
         x, context = before.out_info
         self._before = before.compile()
         self._layer = _layer.lower(
-            graph,
+            layer_structure,
             *self._layers[0],
             x,
             cache.layers[0],
             context.attention,
-            context.mix(inputs.slots, inputs.gates),
+            context.mix(tables.slots, tables.gates),
             implementations=implementations,
         ).compile()
-        self._after = _after_layers.lower(model.graph, model.state, x, inputs.batch).compile()
+        self._after = _after_layers.lower(structure, weights, x, last_tokens, batch, num_seqs=num_seqs).compile()
 
     def __call__(
-        self, state: nnx.State, cache: KVCache, inputs: StepInputs
-    ) -> tuple[Float[Array, "num_seqs vocab"], KVCache]:
-        """Logits after each sequence's last new token, and the cache (donated)."""
-        x, context = self._before(state, inputs)
-        mixes = context.mix(inputs.slots, inputs.gates)
+        self,
+        weights: Weights,
+        cache: KVCache,
+        last_tokens: Int[Array, " num_rows"],
+        tables: StepTables,
+        batch: Int[Array | np.ndarray, " packed_len"],
+    ) -> StepResult:
+        """Logits and greedy tokens; cache and last_tokens are donated."""
+        x, context = self._before(weights, last_tokens, tables, batch)
+        mixes = context.mix(tables.slots, tables.gates)
         layers_kv = []
         for layer, kv in zip(self._layers, cache.layers, strict=True):
             x, kv = self._layer(*layer, x, kv, context.attention, mixes)
             layers_kv.append(kv)
-        return self._after(state, x, inputs.batch), KVCache(layers=tuple(layers_kv))
+        logits, tokens, last_tokens = self._after(weights, x, last_tokens, batch)
+        return StepResult(logits, tokens, last_tokens, KVCache(layers=tuple(layers_kv)))

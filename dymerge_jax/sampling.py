@@ -1,7 +1,5 @@
 """From logits to token ids, on the device: greedy, temperature, top-k, top-p, min-p, with a seed a request."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
@@ -29,6 +27,21 @@ class SamplingParams:
     top_p: Float[Array, " num_rows"]
     min_p: Float[Array, " num_rows"]
     seeds: UInt[Array, " num_rows"]
+
+
+@pytree_dataclass
+class SampleTargets:
+    """For whom a step samples.
+
+    Attributes:
+      rows: [num_seqs] int32, row of each sequence.
+      is_sampled: [num_seqs] bool; False for unfinished prefills and padding, which sample nothing.
+      steps: [num_seqs] int32, how many tokens were sampled for the sequence before.
+    """
+
+    rows: Int[Array, " num_seqs"]
+    is_sampled: Bool[Array, " num_seqs"]
+    steps: Int[Array, " num_seqs"]
 
 
 @pytree_dataclass
@@ -91,7 +104,7 @@ def pick_tokens(
       params: by sequence.
       steps: [num_seqs] int32, how many tokens were sampled for the sequence before this one.
     """
-    greedy = jnp.argmax(logits, axis=1).astype(jnp.int32)
+    greedy = greedy_tokens(logits)
     # Below the highest logit, so that no temperature, however small, takes several tokens to infinity.
     below = logits - logits.max(1, keepdims=True)
     scaled = below / jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None]
@@ -101,42 +114,42 @@ def pick_tokens(
     return jnp.where(params.temperature > 0, drawn, greedy)
 
 
-@functools.partial(jax.jit, static_argnames=("is_greedy", "with_logprobs"), donate_argnames=("last_tokens",))
-def sample_step(
+def greedy_tokens(logits: Float[Array, "num_seqs vocab"]) -> Int[Array, " num_seqs"]:
+    """The likeliest token of each sequence; the lowest id of equals."""
+    with jax.named_scope("greedy"):
+        return jnp.argmax(logits, axis=1).astype(jnp.int32)
+
+
+def remember(
+    last_tokens: Int[Array, " num_rows"], targets: SampleTargets, tokens: Int[Array, " num_seqs"]
+) -> Int[Array, " num_rows"]:
+    """`last_tokens` with the tokens of the sequences that sample at their rows."""
+    rows = jnp.where(targets.is_sampled, targets.rows, last_tokens.shape[0])
+    return last_tokens.at[rows].set(tokens, mode="drop")
+
+
+def sample(
     logits: Float[Array, "num_seqs vocab"],
-    last_tokens: Int[Array, " num_rows"],
-    rows: Int[Array, " num_seqs"],
-    is_sampled: Bool[Array, " num_seqs"],
     params: SamplingParams,
-    steps: Int[Array, " num_seqs"],
+    targets: SampleTargets,
     *,
-    is_greedy: bool,
     with_logprobs: bool,
-) -> tuple[SampledTokens, Int[Array, " num_rows"]]:
-    """Samples after a step and remembers each row's token on the device.
+) -> SampledTokens:
+    """Picks the tokens of a step.
 
     Args:
       logits: [num_seqs, vocab] float32.
-      last_tokens: [num_rows] int32; donated.
-      rows: [num_seqs] int32, row of each sequence.
-      is_sampled: [num_seqs] bool; the others (unfinished prefills, padding) leave last_tokens as it is.
       params: by row.
-      steps: [num_seqs] int32, see `pick_tokens`.
-      is_greedy: every row has temperature 0: no sort, no noise.
+      targets: for whom.
       with_logprobs: also return log probabilities.
 
     Returns:
-      The tokens, of no meaning where not `is_sampled`, and the new last_tokens.
+      The tokens, of no meaning where not `targets.is_sampled`.
     """
-    if is_greedy:
-        tokens = jnp.argmax(logits, axis=1).astype(jnp.int32)
-    else:
-        tokens = pick_tokens(logits, jax.tree.map(lambda p: p[rows], params), steps)
-    last_tokens = last_tokens.at[jnp.where(is_sampled, rows, last_tokens.shape[0])].set(tokens, mode="drop")
-    logprobs = top_tokens = top_logprobs = None
-    if with_logprobs:
-        all_logprobs = jax.nn.log_softmax(logits, axis=1)
-        logprobs = jnp.take_along_axis(all_logprobs, tokens[:, None], axis=1)[:, 0]
-        top_logprobs, top_tokens = jax.lax.top_k(all_logprobs, min(NUM_TOP_LOGPROBS, logits.shape[1]))
-        top_tokens = top_tokens.astype(jnp.int32)
-    return SampledTokens(tokens, logprobs, top_tokens, top_logprobs), last_tokens
+    tokens = pick_tokens(logits, jax.tree.map(lambda p: p[targets.rows], params), targets.steps)
+    if not with_logprobs:
+        return SampledTokens(tokens, None, None, None)
+    all_logprobs = jax.nn.log_softmax(logits, axis=1)
+    logprobs = jnp.take_along_axis(all_logprobs, tokens[:, None], axis=1)[:, 0]
+    top_logprobs, top_tokens = jax.lax.top_k(all_logprobs, min(NUM_TOP_LOGPROBS, logits.shape[1]))
+    return SampledTokens(tokens, logprobs, top_tokens.astype(jnp.int32), top_logprobs)

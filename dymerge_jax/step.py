@@ -4,7 +4,9 @@ Shapes are fixed by the bucket (`num_tokens`, `num_seqs`), the number of rows an
 and lengths are values. A batch with num_tokens == num_seqs is a decode batch: token i belongs to sequence i.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,50 +20,12 @@ from dymerge_jax.kv_cache import KVCache
 from dymerge_jax.layers import rope_angles
 from dymerge_jax.lora import SlotArray
 from dymerge_jax.model import Implementations, Llama, MixContext
+from dymerge_jax.sampling import SampledTokens, SampleTargets, greedy_tokens, remember, sample
+from dymerge_jax.step_batch import AdapterMix, StepBatch, unpack_batch, unpack_rows, unpack_targets
 from pallas_kernels.maf_mvm import token_tile_size
 from pallas_kernels.paged_attention import build_query_tiles, query_tile_size
 from pallas_kernels.pytree import pytree_dataclass
 from pallas_kernels.segments import Segments, build_segments
-
-
-@pytree_dataclass
-class AdapterMix:
-    """The mix of each row, by slot.
-
-    Attributes:
-      weights: [num_rows, num_slots] float32 weights of the static mixes; zero where a row does not use a slot.
-      gated_set_ids: [num_rows] int32 row of the gate array; -1 for rows without a gated set.
-    """
-
-    weights: Float[Array, "num_rows num_slots"]
-    gated_set_ids: Int[Array, " num_rows"]
-
-
-@pytree_dataclass
-class StepBatch:
-    """One step's work. Sequences that are not used have seq_lens 0.
-
-    Attributes:
-      tokens: [num_tokens] int32, new tokens of all sequences; padding between or after them may hold any valid id.
-      rows: [num_seqs] int32, each sequence's row of `AdapterMix`, of the block tables and of `last_tokens`.
-      seq_starts: [num_seqs] int32, flat index of each sequence's first new token.
-      seq_lens: [num_seqs] int32, new tokens of each sequence.
-      context_lens: [num_seqs] int32, tokens of each sequence that are in the cache already.
-      use_last_token: [num_seqs] bool, the sequence's one new token is the last one sampled for its row: it never
-        left the device.
-    """
-
-    tokens: Int[Array, " num_tokens"]
-    rows: Int[Array, " num_seqs"]
-    seq_starts: Int[Array, " num_seqs"]
-    seq_lens: Int[Array, " num_seqs"]
-    context_lens: Int[Array, " num_seqs"]
-    use_last_token: Bool[Array, " num_seqs"]
-
-    @property
-    def is_decode(self) -> bool:
-        """True for as many tokens as sequences: token i then belongs to sequence i."""
-        return self.tokens.shape == self.rows.shape
 
 
 @pytree_dataclass
@@ -84,19 +48,6 @@ class StepInputs:
     block_tables: Int[Array, "num_rows blocks_per_seq"]
     last_tokens: Int[Array, " num_rows"]
     batch: StepBatch
-
-
-def empty_batch(num_tokens: int, num_seqs: int) -> StepBatch:
-    """A batch without work; under `jax.eval_shape`, the shapes of a bucket."""
-    ints = jnp.zeros((num_seqs,), jnp.int32)
-    return StepBatch(
-        tokens=jnp.zeros((num_tokens,), jnp.int32),
-        rows=ints,
-        seq_starts=ints,
-        seq_lens=ints,
-        context_lens=ints,
-        use_last_token=jnp.zeros((num_seqs,), bool),
-    )
 
 
 @pytree_dataclass
@@ -212,25 +163,136 @@ def last_logits(
     return model.logits(hidden)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "implementations"), donate_argnames=("cache",))
+Weights = tuple[Array | jax.ShapeDtypeStruct, ...]
+"""All arrays of a module, or their shapes to compile for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelStructure[M: nnx.Module]:
+    """The static half of a module whose other half is a plain tuple of arrays.
+
+    JAX takes such a tuple apart in C++ (6 µs for 200 arrays) and an nnx.State in Python (130 µs), with every call.
+    """
+
+    graph: nnx.GraphDef[M]
+    state: Any  # a PyTreeDef, hashable
+
+    def merge(self, weights: Weights) -> M:
+        """The module."""
+        return nnx.merge(self.graph, jax.tree.unflatten(self.state, weights))
+
+
+def split_weights[M: nnx.Module](graph: nnx.GraphDef[M], state: nnx.State) -> tuple[ModelStructure[M], Weights]:
+    """A split module as a static structure and a tuple of arrays."""
+    weights, treedef = jax.tree.flatten(state)
+    return ModelStructure(graph, treedef), tuple(weights)
+
+
+@pytree_dataclass
+class StepTables:
+    """What a step reads besides the weights, the cache and its batch.
+
+    Attributes:
+      slots: adapters on the device.
+      gates: gates of the gated sets; None without any.
+      rows: [num_rows, num_slots + 6] int32, see `PackedRows`.
+      block_tables: [num_rows, blocks_per_seq] int32, see `StepInputs`.
+    """
+
+    slots: SlotArray
+    gates: GateArray | None
+    rows: Int[Array, "num_rows row_len"]
+    block_tables: Int[Array, "num_rows blocks_per_seq"]
+
+    def inputs(self, batch: StepBatch, last_tokens: Int[Array, " num_rows"]) -> StepInputs:
+        """The same with a batch."""
+        mix, _ = unpack_rows(self.rows)
+        return StepInputs(self.slots, self.gates, mix, self.block_tables, last_tokens, batch)
+
+
+@pytree_dataclass
+class StepResult:
+    """Attributes:
+    logits: [num_seqs, vocab] float32 after each sequence's last new token, of no meaning for unused sequences.
+    tokens: [num_seqs] int32, their greedy tokens.
+    last_tokens: [num_rows] int32, with the greedy tokens of the sequences that sample.
+    cache: with the batch's keys and values.
+    """
+
+    logits: Float[Array, "num_seqs vocab"]
+    tokens: Int[Array, " num_seqs"]
+    last_tokens: Int[Array, " num_rows"]
+    cache: KVCache
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("structure", "num_seqs", "implementations"),
+    donate_argnames=("cache", "last_tokens"),
+)
 def forward_step(
-    graph: nnx.GraphDef[Llama],
-    state: nnx.State,
+    structure: ModelStructure[Llama],
+    weights: Weights,
     cache: KVCache,
-    inputs: StepInputs,
+    last_tokens: Int[Array, " num_rows"],
+    tables: StepTables,
+    batch: Int[Array, " packed_len"],
+    *,
+    num_seqs: int,
     implementations: Implementations = Implementations(),  # noqa: B008 (frozen)
-) -> tuple[Float[Array, "num_seqs vocab"], KVCache]:
-    """One step: returns the logits after each sequence's last new token, and the cache (donated, in place).
+) -> StepResult:
+    """One step, greedy: all that a step needs if none of its rows draws or wants log probabilities.
 
     Args:
-      graph, state: the split model.
-      cache: keys and values of all sequences; donated.
-      inputs: what else the step reads.
+      structure, weights: the split model.
+      cache: keys and values of all sequences; donated, updated in place.
+      last_tokens: [num_rows] int32, token last sampled for each row; donated.
+      tables: what else the step reads.
+      batch: [num_tokens + 7 * num_seqs] int32, see `PackedBatch`.
+      num_seqs: sequences of the batch.
       implementations: of the ops.
+    """
+    model = structure.merge(weights)
+    work, targets = unpack_batch(batch, num_seqs)
+    hidden, cache = hidden_states(model, cache, tables.inputs(work, last_tokens), implementations)
+    return StepResult(*finish_step(model, hidden, last_tokens, work, targets), cache)
+
+
+def finish_step(
+    model: Llama,
+    hidden: Float[Array, "num_tokens hidden"],
+    last_tokens: Int[Array, " num_rows"],
+    batch: StepBatch,
+    targets: SampleTargets,
+) -> tuple[Float[Array, "num_seqs vocab"], Int[Array, " num_seqs"], Int[Array, " num_rows"]]:
+    """What comes after the final norm: logits, greedy tokens, and last_tokens with them."""
+    logits = last_logits(model, hidden, batch)
+    tokens = greedy_tokens(logits)
+    return logits, tokens, remember(last_tokens, targets, tokens)
+
+
+@functools.partial(jax.jit, static_argnames="with_logprobs", donate_argnames="last_tokens")
+def sample_step(
+    logits: Float[Array, "num_seqs vocab"],
+    last_tokens: Int[Array, " num_rows"],
+    rows: Int[Array, "num_rows row_len"],
+    seqs: Int[Array, "num_fields num_seqs"],
+    *,
+    with_logprobs: bool,
+) -> tuple[SampledTokens, Int[Array, " num_rows"]]:
+    """Follows a step in which some row draws or wants log probabilities; replaces the step's greedy tokens.
+
+    Args:
+      logits: [num_seqs, vocab] float32 of the step.
+      last_tokens: [num_rows] int32 of the step; donated.
+      rows: [num_rows, num_slots + 6] int32, see `PackedRows`.
+      seqs: [7, num_seqs] int32 of the step's `PackedBatch`.
+      with_logprobs: also return log probabilities.
 
     Returns:
-      [num_seqs, vocab] float32 logits, of no meaning for unused sequences, and the cache.
+      The tokens, of no meaning for sequences that do not sample, and the new last_tokens.
     """
-    model = nnx.merge(graph, state)
-    hidden, cache = hidden_states(model, cache, inputs, implementations)
-    return last_logits(model, hidden, inputs.batch), cache
+    targets = unpack_targets(seqs)
+    _, params = unpack_rows(rows)
+    sampled = sample(logits, params, targets, with_logprobs=with_logprobs)
+    return sampled, remember(last_tokens, targets, sampled.tokens)

@@ -1,19 +1,19 @@
 """StepPlan to device arrays: the one place where host lists become jax arrays.
 
-What changes with every step (tokens, lengths) is uploaded with every step; what belongs to a row (block table, mix,
-sampling) is kept on the device and uploaded again only after it changed.
+What changes with every step (tokens, lengths) goes to the device with every step, as one array; what belongs to a row
+(block table, mix, sampling) is kept there and uploaded again only after it changed.
 """
 
 import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
-from dymerge_jax.sampling import SamplingParams, device_seed
-from dymerge_jax.step import AdapterMix, StepBatch
+from dymerge_jax.sampling import device_seed
+from dymerge_jax.step_batch import PackedBatch, packed_batch, packed_rows
 from serving.plan import Chunk, StepPlan
 from serving.request import Request
 
@@ -98,39 +98,21 @@ class RowTables:
         self._owners: list[tuple[Request, int] | None] = [None] * num_rows
         self._num_blocks = [0] * num_rows
         self._block_tables = np.zeros((num_rows, blocks_per_seq), np.int32)
-        self._weights = np.zeros((num_rows, num_slots), np.float32)
-        self._gated_set_ids = np.full(num_rows, -1, np.int32)
-        self._temperature = np.zeros(num_rows, np.float32)
-        self._top_k = np.zeros(num_rows, np.int32)
-        self._top_p = np.ones(num_rows, np.float32)
-        self._min_p = np.zeros(num_rows, np.float32)
-        self._seeds = np.zeros(num_rows, np.uint32)
-        self._upload_block_tables()
-        self._upload_rows()
-
-    # Copies: on a CPU, jax may share numpy's memory, which the next change would write into a running step. Made by
-    # numpy, as jnp.array runs a program of its own to copy, compiled anew for each shape.
-
-    def _upload_block_tables(self) -> None:
-        self.block_tables: Int[Array, "num_rows blocks_per_seq"] = jax.device_put(self._block_tables.copy())
-
-    def _upload_rows(self) -> None:
-        arrays = (self._weights, self._gated_set_ids)
-        self.mix = AdapterMix(*jax.device_put([array.copy() for array in arrays]))
-        arrays = (self._temperature, self._top_k, self._top_p, self._min_p, self._seeds)
-        self.sampling = SamplingParams(*jax.device_put([array.copy() for array in arrays]))
+        self._rows = packed_rows(num_rows, num_slots)
+        self.block_tables: Int[Array, "num_rows blocks_per_seq"] = _upload(self._block_tables)
+        self.rows: Int[Array, "num_rows row_len"] = _upload(self._rows.array)
 
     def update(
         self,
         chunks: Sequence[Chunk],
-        slots_of_adapter: Mapping[str, Sequence[int]],
+        slots_of: Callable[[str], Sequence[int] | None],
         gated_set_ids: Mapping[str, int],
     ) -> None:
         """Brings the rows of the chunks' requests up to date, on the host and then on the device.
 
         Args:
           chunks: of the step to come.
-          slots_of_adapter: slots of every adapter the requests use.
+          slots_of: slots of an adapter; asked for those of requests that are new in their rows.
           gated_set_ids: row of the gate array by gated set.
         """
         rows_changed = tables_changed = False
@@ -139,70 +121,64 @@ class RowTables:
             if self._owners[row] != (request, chunk.epoch):  # requests compare by identity
                 self._owners[row] = (request, chunk.epoch)
                 self._num_blocks[row] = 0
-                self._set_row(row, request, slots_of_adapter, gated_set_ids)
+                self._set_row(row, request, slots_of, gated_set_ids)
                 rows_changed = True
-            known = self._num_blocks[row]
-            if len(request.block_table) > known:
-                self._block_tables[row, known : len(request.block_table)] = request.block_table[known:]
-                self._num_blocks[row] = len(request.block_table)
+            known, block_table = self._num_blocks[row], request.block_table
+            if len(block_table) > known:
+                self._block_tables[row, known : len(block_table)] = block_table[known:]
+                self._num_blocks[row] = len(block_table)
                 tables_changed = True
         if rows_changed:
-            self._upload_rows()
+            self.rows = _upload(self._rows.array)
         if tables_changed:
-            self._upload_block_tables()
+            self.block_tables = _upload(self._block_tables)
 
     def _set_row(
         self,
         row: int,
         request: Request,
-        slots_of_adapter: Mapping[str, Sequence[int]],
+        slots_of: Callable[[str], Sequence[int] | None],
         gated_set_ids: Mapping[str, int],
     ) -> None:
-        self._weights[row] = 0.0
+        rows, s = self._rows, request.sampling
+        rows.weights[row] = 0.0
         for name, weight in request.mix.entries:
-            self._weights[row, list(slots_of_adapter[name])] = weight
+            rows.weights[row, list(slots_of(name) or ())] = weight
         gated_set = request.mix.gated_set
-        self._gated_set_ids[row] = -1 if gated_set is None else gated_set_ids[gated_set]
-        s = request.sampling
-        self._temperature[row] = min(s.temperature, np.finfo(np.float32).max)
-        self._top_k[row] = min(s.top_k, np.iinfo(np.int32).max)
-        self._top_p[row] = s.top_p
-        self._min_p[row] = s.min_p
+        rows.gated_set_ids[row] = -1 if gated_set is None else gated_set_ids[gated_set]
+        rows.temperature[row] = min(s.temperature, np.finfo(np.float32).max)
+        rows.top_k[row] = min(s.top_k, np.iinfo(np.int32).max)
+        rows.top_p[row] = s.top_p
+        rows.min_p[row] = s.min_p
         # Without a seed, a fresh one for every admission: nobody can tell.
-        self._seeds[row] = device_seed(secrets.randbits(32) if s.seed is None else s.seed)
+        rows.seeds[row] = device_seed(secrets.randbits(32) if s.seed is None else s.seed)
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchArrays:
-    """A step's arrays on the device.
+def _upload(array: Int[np.ndarray, "num_rows width"]) -> Int[Array, "num_rows width"]:
+    # A copy: on a CPU, jax may share numpy's memory, which the next change would write into a running step. Made by
+    # numpy, as jnp.array runs a program of its own to copy, compiled anew for each shape.
+    return jax.device_put(array.copy())
 
-    Attributes:
-      batch: what the forward step takes.
-      is_sampled: [num_seqs] bool, chunks that end with their request's last token.
-      steps: [num_seqs] int32, index of the output token each chunk samples.
+
+def build_batch(plan: StepPlan, bucket: Bucket) -> PackedBatch:
+    """Packs the chunks one after another and pads them to the bucket.
+
+    The arrays stay on the host: handed to a compiled program, they get to the device faster than by `jax.device_put`.
     """
-
-    batch: StepBatch
-    is_sampled: Bool[Array, " num_seqs"]
-    steps: Int[Array, " num_seqs"]
-
-
-def build_batch(plan: StepPlan, bucket: Bucket) -> BatchArrays:
-    """Packs the chunks one after another and pads them to the bucket."""
-    tokens = np.zeros(bucket.num_tokens, np.int32)
-    rows, starts, lens, contexts, steps = (np.zeros(bucket.num_seqs, np.int32) for _ in range(5))
-    use_last, is_sampled = (np.zeros(bucket.num_seqs, bool) for _ in range(2))
-    if bucket.is_decode:
-        starts[:] = np.arange(bucket.num_seqs)
+    batch = packed_batch(bucket.num_tokens, bucket.num_seqs)
+    columns = []
     start = 0
-    for i, chunk in enumerate(plan.chunks):
-        request = chunk.request
-        if chunk.start >= request.num_known_tokens:
-            use_last[i] = True  # its token was sampled by a step whose result the host has not read
-        else:
-            tokens[start : start + chunk.num_tokens] = request.token_ids(chunk.start, chunk.stop)
-        rows[i], starts[i], lens[i], contexts[i] = chunk.row, start, chunk.num_tokens, chunk.start
-        is_sampled[i], steps[i] = chunk.samples, chunk.stop - request.num_prompt_tokens
-        start += chunk.num_tokens
-    arrays = jax.device_put((tokens, rows, starts, lens, contexts, use_last, is_sampled, steps))
-    return BatchArrays(batch=StepBatch(*arrays[:6]), is_sampled=arrays[6], steps=arrays[7])
+    for chunk in plan.chunks:
+        request, num_tokens = chunk.request, chunk.num_tokens
+        # A token that the host does not know was sampled by a step whose result it has not read.
+        is_on_device = chunk.start >= request.num_known_tokens
+        if not is_on_device:
+            batch.tokens[start : start + num_tokens] = request.token_ids(chunk.start, chunk.stop)
+        step = chunk.stop - request.num_prompt_tokens
+        columns.append((chunk.row, start, num_tokens, chunk.start, is_on_device, chunk.samples, step))
+        start += num_tokens
+    if columns:
+        batch.seqs[:, : len(columns)] = np.array(columns, np.int32).T
+    if bucket.is_decode:
+        batch.seqs[1] = np.arange(bucket.num_seqs)  # seq_starts: token i belongs to sequence i, padding included
+    return batch

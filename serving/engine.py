@@ -31,7 +31,7 @@ from dymerge_jax.kv_cache import block_bytes, empty_cache
 from dymerge_jax.lora import empty_content, empty_slots, slot_bytes, write_slot
 from dymerge_jax.model import Implementations, SplitModel, model_from_params
 from dymerge_jax.sampling import SampledTokens
-from dymerge_jax.step import StepBatch, StepInputs
+from dymerge_jax.step import StepTables
 from serving.adapter_store import AdapterStore, StoredAdapter
 from serving.batch import Bucket, RowTables, build_batch
 from serving.block_pool import BlockPool
@@ -40,7 +40,7 @@ from serving.detokenize import IncrementalDetokenizer
 from serving.metrics import Metrics
 from serving.plan import Load, StepPlan
 from serving.policies import make_policy
-from serving.programs import SamplerKind, StepPrograms, pick_buckets, sampler_kind
+from serving.programs import Sampler, StepPrograms, pick_buckets, sampler_of
 from serving.request import FinishReason, Request, RequestOutput, TokenLogprob
 from serving.scheduler import Scheduler
 from serving.slot_cache import SlotCache
@@ -141,18 +141,17 @@ class Engine:
         """Compiles every program the engine will ever run, and runs each once."""
         start_s = time.perf_counter()
         programs = self._programs
-        programs.compile(self._cache, self._step_inputs, self._rows.sampling, progress=progress)
+        programs.compile(self._cache, self._last_tokens, self._tables(), progress=progress)
         self._warm_up()
         logger.info("compiled %d programs in %.1f s", programs.num_programs, time.perf_counter() - start_s)
 
-    def _step_inputs(self, batch: StepBatch) -> StepInputs:
-        rows = self._rows
-        return StepInputs(self._slots, self._gates, rows.mix, rows.block_tables, self._last_tokens, batch)
+    def _tables(self) -> StepTables:
+        return StepTables(self._slots, self._gates, self._rows.rows, self._rows.block_tables)
 
     def _warm_up(self) -> None:
         """Runs programs once on an empty batch, and one slot update, so that no request pays for a first call."""
-        for bucket, kind in self._programs.first_calls():
-            self._run(StepPlan(), bucket, kind)
+        for bucket, sampler in self._programs.first_calls():
+            self._run(StepPlan(), bucket, sampler)
         content = empty_content(self.model.config, slot_rank=self.config.slot_rank, dtype=self.model.dtype)
         self._slots = write_slot(self._slots, 0, content)
         jax.block_until_ready(self._last_tokens)
@@ -247,19 +246,17 @@ class Engine:
     def _dispatch(self, plan: StepPlan) -> _InFlight:
         start_s = self._clock()
         self._load(plan.loads)
-        slots_of_adapter = {
-            name: self.slot_cache.lookup(name) or () for chunk in plan.chunks for name in chunk.request.adapters
-        }
-        self._rows.update(plan.chunks, slots_of_adapter, self._gated_set_ids)
-        sampled = self._run(plan, self.buckets.of(plan), sampler_kind(plan))
+        self._rows.update(plan.chunks, self.slot_cache.lookup, self._gated_set_ids)
+        sampled = self._run(plan, self.buckets.of(plan), sampler_of(plan))
         for array in jax.tree.leaves(sampled):
             array.copy_to_host_async()
         return _InFlight(plan=plan, sampled=sampled, dispatched_s=start_s)
 
-    def _run(self, plan: StepPlan, bucket: Bucket, kind: SamplerKind) -> SampledTokens:
-        arrays = build_batch(plan, bucket)
-        logits, self._cache = self._programs.forward(bucket, self._cache, self._step_inputs(arrays.batch))
-        sampled, self._last_tokens = self._programs.sample(kind, logits, self._last_tokens, arrays, self._rows.sampling)
+    def _run(self, plan: StepPlan, bucket: Bucket, sampler: Sampler) -> SampledTokens:
+        batch, tables = build_batch(plan, bucket), self._tables()
+        result = self._programs.forward(bucket, self._cache, self._last_tokens, tables, batch)
+        self._cache, self._last_tokens = result.cache, result.last_tokens
+        sampled, self._last_tokens = self._programs.sample(sampler, result, tables, batch)
         return sampled
 
     def _load(self, loads: Iterable[Load]) -> None:

@@ -1,47 +1,51 @@
 """The compiled programs of an engine: a forward step for each bucket, and samplers for each number of sequences."""
 
 import concurrent.futures
-import dataclasses
+import enum
 import functools
 import os
 from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 from tqdm import tqdm
 
 from dymerge_jax.kv_cache import KVCache
 from dymerge_jax.layered_step import LayeredStep
 from dymerge_jax.model import Implementations, SplitModel
-from dymerge_jax.sampling import SampledTokens, SamplingParams, sample_step
-from dymerge_jax.step import StepBatch, StepInputs, empty_batch, forward_step
-from serving.batch import BatchArrays, Bucket, Buckets, make_buckets
+from dymerge_jax.sampling import SampledTokens
+from dymerge_jax.step import StepResult, StepTables, forward_step, sample_step, split_weights
+from dymerge_jax.step_batch import NUM_SEQ_FIELDS, PackedBatch, packed_len
+from serving.batch import Bucket, Buckets, make_buckets
 from serving.plan import StepPlan
 
-
-@dataclasses.dataclass(frozen=True)
-class SamplerKind:
-    """Which sampler program a step needs.
-
-    Attributes:
-      is_greedy: every row takes the likeliest token.
-      with_logprobs: some row wants log probabilities.
-    """
-
-    is_greedy: bool
-    with_logprobs: bool
+CompiledStep = Callable[..., StepResult]
+"""Called as (weights, cache, last_tokens, tables, batch), as `forward_step` is without its static arguments."""
 
 
-SAMPLER_KINDS = (SamplerKind(True, False), SamplerKind(False, False), SamplerKind(False, True))
+class Sampler(enum.Enum):
+    """What a step needs after its forward program, which has taken the likeliest tokens already."""
+
+    GREEDY = enum.auto()  # nothing
+    DRAW = enum.auto()  # some row draws
+    LOGPROBS = enum.auto()  # some row wants log probabilities
 
 
-def sampler_kind(plan: StepPlan) -> SamplerKind:
-    """The cheapest kind that serves every chunk of a plan."""
-    sampling = [c.request.sampling for c in plan.chunks if c.samples]
-    if any(s.logprobs is not None for s in sampling):
-        return SamplerKind(is_greedy=False, with_logprobs=True)
-    return SamplerKind(is_greedy=all(s.is_greedy for s in sampling), with_logprobs=False)
+SAMPLER_PROGRAMS = (Sampler.DRAW, Sampler.LOGPROBS)
+
+
+def sampler_of(plan: StepPlan) -> Sampler:
+    """The cheapest sampler that serves every chunk of a plan."""
+    result = Sampler.GREEDY
+    for chunk in plan.chunks:
+        sampling = chunk.request.sampling
+        if not chunk.samples or (sampling.temperature == 0 and sampling.logprobs is None):
+            continue
+        if sampling.logprobs is not None:
+            return Sampler.LOGPROBS
+        result = Sampler.DRAW
+    return result
 
 
 def pick_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> Buckets:
@@ -55,6 +59,28 @@ def _is_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
+def compile_step(
+    model: SplitModel,
+    bucket: Bucket,
+    cache: KVCache,
+    last_tokens: Int[Array, " num_rows"],
+    tables: StepTables,
+    implementations: Implementations,
+) -> CompiledStep:
+    """The forward step of a bucket in the form that suits the backend."""
+    batch = abstract_batch(bucket)
+    sizes = {"num_seqs": bucket.num_seqs, "implementations": implementations}
+    if _is_cpu():
+        return LayeredStep(model, cache, last_tokens, tables, batch, **sizes)
+    structure, weights = split_weights(model.graph, model.state)
+    return forward_step.lower(structure, weights, cache, last_tokens, tables, batch, **sizes).compile()
+
+
+def abstract_batch(bucket: Bucket) -> jax.ShapeDtypeStruct:
+    """Shape of the bucket's packed batch."""
+    return jax.ShapeDtypeStruct((packed_len(bucket.num_tokens, bucket.num_seqs),), jnp.int32)
+
+
 class StepPrograms:
     """All programs that an engine ever runs; nothing compiles after `compile`.
 
@@ -62,14 +88,24 @@ class StepPrograms:
       model: weights on the device.
       buckets: sizes of the forward steps.
       implementations: of the ops.
+      compile_step: makes a bucket's forward step.
     """
 
-    def __init__(self, model: SplitModel, buckets: Buckets, implementations: Implementations) -> None:
+    def __init__(
+        self,
+        model: SplitModel,
+        buckets: Buckets,
+        implementations: Implementations,
+        *,
+        compile_step: Callable[..., CompiledStep] = compile_step,
+    ) -> None:
         self._model = model
+        self._weights = split_weights(model.graph, model.state)[1]
         self._buckets = buckets
         self._implementations = implementations
-        self._forward: dict[Bucket, Callable[..., tuple[Float[Array, "num_seqs vocab"], KVCache]]] = {}
-        self._sample: dict[tuple[int, SamplerKind], Callable[..., tuple[SampledTokens, Int[Array, " num_rows"]]]] = {}
+        self._compile_step = compile_step
+        self._forward: dict[Bucket, CompiledStep] = {}
+        self._sample: dict[tuple[int, Sampler], Callable[..., tuple[SampledTokens, Int[Array, " num_rows"]]]] = {}
 
     @property
     def num_programs(self) -> int:
@@ -77,28 +113,21 @@ class StepPrograms:
         return len(self._forward) + len(self._sample)
 
     def compile(
-        self,
-        cache: KVCache,
-        inputs_of: Callable[[StepBatch], StepInputs],
-        sampling: SamplingParams,
-        *,
-        progress: bool,
+        self, cache: KVCache, last_tokens: Int[Array, " num_rows"], tables: StepTables, *, progress: bool
     ) -> None:
-        """Compiles a forward step for every bucket and every kind of sampler for every number of sequences.
+        """Compiles a forward step for every bucket and the samplers for every number of sequences.
 
         Args:
-          cache: as every call of `forward` has it.
-          inputs_of: likewise a step's inputs, for a batch.
-          sampling: as every call of `sample` has it.
+          cache, last_tokens, tables: as every call of `forward` has them.
           progress: show a progress bar.
         """
-        inputs = {bucket: inputs_of(_abstract_batch(bucket)) for bucket in self._buckets.all}
-        last_tokens = next(iter(inputs.values())).last_tokens
-        jobs = [functools.partial(self._compile_forward, b, cache, inputs[b]) for b in self._buckets.all]
+        jobs = [
+            functools.partial(self._compile_forward, bucket, cache, last_tokens, tables) for bucket in self._buckets.all
+        ]
         jobs += [
-            functools.partial(self._compile_sampler, num_seqs, kind, last_tokens, sampling)
+            functools.partial(self._compile_sampler, num_seqs, sampler, last_tokens, tables)
             for num_seqs in sorted({b.num_seqs for b in self._buckets.all})
-            for kind in SAMPLER_KINDS
+            for sampler in SAMPLER_PROGRAMS
         ]
         # For a GPU, XLA times candidate kernels on the device as it compiles: two at once would disturb each other.
         num_threads = (os.cpu_count() or 1) if _is_cpu() else 1
@@ -108,51 +137,48 @@ class StepPrograms:
             for future in tqdm(done, total=len(jobs), desc="compiling", unit="program", disable=not progress):
                 future.result()
 
-    def _compile_forward(self, bucket: Bucket, cache: KVCache, inputs: StepInputs) -> None:
-        model = self._model
-        if _is_cpu():
-            self._forward[bucket] = LayeredStep(model, cache, inputs, self._implementations)
-            return
-        lowered = forward_step.lower(model.graph, model.state, cache, inputs, self._implementations)
-        self._forward[bucket] = lowered.compile()
+    def _compile_forward(
+        self, bucket: Bucket, cache: KVCache, last_tokens: Int[Array, " num_rows"], tables: StepTables
+    ) -> None:
+        self._forward[bucket] = self._compile_step(
+            self._model, bucket, cache, last_tokens, tables, self._implementations
+        )
 
     def _compile_sampler(
-        self, num_seqs: int, kind: SamplerKind, last_tokens: Int[Array, " num_rows"], sampling: SamplingParams
+        self, num_seqs: int, sampler: Sampler, last_tokens: Int[Array, " num_rows"], tables: StepTables
     ) -> None:
-        ints, bools = (jax.ShapeDtypeStruct((num_seqs,), dtype) for dtype in (jnp.int32, jnp.bool_))
         logits = jax.ShapeDtypeStruct((num_seqs, self._model.config.vocab), jnp.float32)
-        lowered = sample_step.lower(logits, last_tokens, ints, bools, sampling, ints, **dataclasses.asdict(kind))
-        self._sample[num_seqs, kind] = lowered.compile()
+        seqs = jax.ShapeDtypeStruct((NUM_SEQ_FIELDS, num_seqs), jnp.int32)
+        with_logprobs = sampler is Sampler.LOGPROBS
+        lowered = sample_step.lower(logits, last_tokens, tables.rows, seqs, with_logprobs=with_logprobs)
+        self._sample[num_seqs, sampler] = lowered.compile()
 
-    def first_calls(self) -> Iterator[tuple[Bucket, SamplerKind]]:
+    def first_calls(self) -> Iterator[tuple[Bucket, Sampler]]:
         """Calls that, made once, leave nothing for a request's first call to set up."""
         warm_samplers: set[int] = set()
         for bucket in self._buckets.all:
             if bucket.num_seqs not in warm_samplers:
-                yield from ((bucket, kind) for kind in SAMPLER_KINDS)
+                yield from ((bucket, sampler) for sampler in SAMPLER_PROGRAMS)
                 warm_samplers.add(bucket.num_seqs)
             elif not _is_cpu():  # a CPU has nothing to set up: a first call takes what any other does
-                yield bucket, SAMPLER_KINDS[0]
+                yield bucket, Sampler.GREEDY
 
     def forward(
-        self, bucket: Bucket, cache: KVCache, inputs: StepInputs
-    ) -> tuple[Float[Array, "num_seqs vocab"], KVCache]:
-        """`forward_step` of this bucket; the cache is donated."""
-        return self._forward[bucket](self._model.state, cache, inputs)
+        self,
+        bucket: Bucket,
+        cache: KVCache,
+        last_tokens: Int[Array, " num_rows"],
+        tables: StepTables,
+        batch: PackedBatch,
+    ) -> StepResult:
+        """`forward_step` of this bucket; cache and last_tokens are donated."""
+        return self._forward[bucket](self._weights, cache, last_tokens, tables, batch.array)
 
     def sample(
-        self,
-        kind: SamplerKind,
-        logits: Float[Array, "num_seqs vocab"],
-        last_tokens: Int[Array, " num_rows"],
-        arrays: BatchArrays,
-        sampling: SamplingParams,
+        self, sampler: Sampler, result: StepResult, tables: StepTables, batch: PackedBatch
     ) -> tuple[SampledTokens, Int[Array, " num_rows"]]:
-        """`sample_step` of this kind; last_tokens is donated."""
-        return self._sample[logits.shape[0], kind](
-            logits, last_tokens, arrays.batch.rows, arrays.is_sampled, sampling, arrays.steps
-        )
-
-
-def _abstract_batch(bucket: Bucket) -> StepBatch:
-    return jax.eval_shape(functools.partial(empty_batch, bucket.num_tokens, bucket.num_seqs))
+        """What a step samples, and the new last_tokens; those of `result` are donated."""
+        if sampler is Sampler.GREEDY:
+            return SampledTokens(result.tokens, None, None, None), result.last_tokens
+        program = self._sample[batch.seqs.shape[1], sampler]
+        return program(result.logits, result.last_tokens, tables.rows, batch.seqs)

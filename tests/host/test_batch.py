@@ -1,11 +1,14 @@
 """From a plan to a step's arrays, and what belongs to an engine row on the device."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dymerge_jax.sampling import SampleTargets
+from dymerge_jax.step_batch import StepBatch, unpack_batch, unpack_rows
 from serving.batch import Bucket, RowTables, build_batch, make_buckets
 from serving.plan import Chunk, StepPlan
-from serving.request import Request
+from serving.request import Request, SamplingParams
 from tests.support.host import make_request
 
 
@@ -13,11 +16,26 @@ def chunk_of(request: Request, *, row: int = 1, epoch: int = 1) -> Chunk:
     return Chunk(request=request, row=row, epoch=epoch, start=0, num_tokens=1, samples=True)
 
 
+def no_slots(name: str) -> None:
+    raise AssertionError(f"asked for the slots of {name}")
+
+
+def mix_weights(tables: RowTables) -> list[list[float]]:
+    return np.asarray(unpack_rows(tables.rows)[0].weights).tolist()
+
+
+def unpacked(plan: StepPlan, bucket: Bucket) -> tuple[StepBatch, SampleTargets]:
+    """As a program sees the batch."""
+    batch, targets = unpack_batch(jnp.asarray(build_batch(plan, bucket).array), bucket.num_seqs)
+    np.testing.assert_array_equal(np.asarray(targets.rows), np.asarray(batch.rows))
+    return batch, targets
+
+
 def test_blocks_are_added_to_a_rows_table_as_its_request_grows():
     tables, request = RowTables(2, 4, 3), make_request("r")
     for block_table in ([7], [7, 2], [7, 2, 5, 1]):
         request.block_table = block_table
-        tables.update([chunk_of(request)], {}, {})
+        tables.update([chunk_of(request)], no_slots, {})
         assert np.asarray(tables.block_tables)[1, : len(block_table)].tolist() == block_table
     assert not np.asarray(tables.block_tables)[0].any()
 
@@ -25,11 +43,11 @@ def test_blocks_are_added_to_a_rows_table_as_its_request_grows():
 def test_a_request_that_comes_back_to_its_row_has_its_new_blocks_and_slots():
     tables, request = RowTables(2, 4, 3), make_request("r", "a")
     request.block_table = [0, 1]
-    tables.update([chunk_of(request)], {"a": (0, 1)}, {})
+    tables.update([chunk_of(request)], {"a": (0, 1)}.get, {})
     request.block_table = [3, 2]  # preempted; its adapter was evicted meanwhile
-    tables.update([chunk_of(request, epoch=2)], {"a": (1, 2)}, {})
+    tables.update([chunk_of(request, epoch=2)], {"a": (1, 2)}.get, {})
     assert np.asarray(tables.block_tables)[1, :2].tolist() == [3, 2]
-    assert np.asarray(tables.mix.weights)[1].tolist() == [0, 1, 1]
+    assert mix_weights(tables)[1] == [0, 1, 1]
 
 
 def test_the_next_owner_of_a_row_has_nothing_of_the_last():
@@ -37,19 +55,19 @@ def test_the_next_owner_of_a_row_has_nothing_of_the_last():
     for name, block_table in (("a", [3, 2, 1]), ("b", [0])):
         request = make_request(name, name)
         request.block_table = block_table
-        tables.update([chunk_of(request)], {"a": (0, 2), "b": (1,)}, {})
+        tables.update([chunk_of(request)], {"a": (0, 2), "b": (1,)}.get, {})
     assert np.asarray(tables.block_tables)[1, 0] == 0
-    assert np.asarray(tables.mix.weights)[1].tolist() == [0, 1, 0]
+    assert mix_weights(tables)[1] == [0, 1, 0]
 
 
 def test_a_step_that_is_running_keeps_the_tables_it_was_given():
     tables, request = RowTables(1, 2, 1), make_request("r", "a")
     request.block_table = [5]
-    tables.update([chunk_of(request, row=0)], {"a": (0,)}, {})
-    given = tables.block_tables, tables.mix.weights
+    tables.update([chunk_of(request, row=0)], {"a": (0,)}.get, {})
+    given = tables.block_tables, unpack_rows(tables.rows)[0].weights
     other = make_request("other")
     other.block_table = [9]
-    tables.update([chunk_of(other, row=0)], {}, {})
+    tables.update([chunk_of(other, row=0)], no_slots, {})
     assert [np.asarray(array).ravel()[0] for array in given] == [5, 1]
 
 
@@ -63,8 +81,7 @@ def test_a_batch_holds_its_chunks_one_after_another_and_then_padding():
             Chunk(request=going_on, row=3, epoch=1, start=1, num_tokens=2, samples=False),
         )
     )
-    arrays = build_batch(plan, Bucket(num_tokens=10, num_seqs=4))
-    batch = arrays.batch
+    batch, targets = unpacked(plan, Bucket(num_tokens=10, num_seqs=4))
     assert np.asarray(batch.tokens).tolist() == [
         0, *beginning.prompt_token_ids, *going_on.prompt_token_ids[1:3], 0, 0,
     ]  # fmt: skip
@@ -73,18 +90,57 @@ def test_a_batch_holds_its_chunks_one_after_another_and_then_padding():
     assert np.asarray(batch.seq_lens).tolist() == [1, 5, 2, 0]
     assert np.asarray(batch.context_lens)[:3].tolist() == [7, 0, 1]
     assert np.asarray(batch.use_last_token).tolist() == [True, False, False, False]
-    assert np.asarray(arrays.is_sampled).tolist() == [True, True, False, False]
-    assert np.asarray(arrays.steps)[:2].tolist() == [3, 0]  # output tokens before the one that is sampled
+    assert np.asarray(targets.is_sampled).tolist() == [True, True, False, False]
+    assert np.asarray(targets.steps)[:2].tolist() == [3, 0]  # output tokens before the one that is sampled
 
 
 def test_a_known_token_is_taken_from_the_host():
     request = make_request("r", num_prompt=5)
     request.output_token_ids += [11, 12]
     plan = StepPlan((Chunk(request=request, row=0, epoch=2, start=6, num_tokens=1, samples=True),))
-    batch = build_batch(plan, Bucket(num_tokens=2, num_seqs=2)).batch
+    batch, _ = unpacked(plan, Bucket(num_tokens=2, num_seqs=2))
     assert np.asarray(batch.tokens).tolist() == [12, 0]
     assert not np.asarray(batch.use_last_token).any()
     assert np.asarray(batch.seq_starts).tolist() == [0, 1]  # a decode batch: token i belongs to sequence i
+
+
+def test_a_bucket_without_work_has_neither_lengths_nor_samples():
+    batch, targets = unpacked(StepPlan(), Bucket(num_tokens=4, num_seqs=4))
+    assert not np.asarray(batch.seq_lens).any()
+    assert not np.asarray(targets.is_sampled).any()
+
+
+def test_a_row_has_its_requests_sampling_to_the_bit_and_others_are_greedy_on_the_base():
+    tables = RowTables(3, 4, 2)
+    request = make_request("r", "a")
+    request.sampling = SamplingParams(temperature=0.7, top_k=2**40, top_p=0.9, min_p=0.1, seed=2**32 - 1)
+    tables.update([chunk_of(request)], {"a": (1,)}.get, {})
+    mix, sampling = unpack_rows(tables.rows)
+    assert np.asarray(mix.gated_set_ids).tolist() == [-1, -1, -1]
+    for values, other, expected in (
+        (sampling.temperature, 0, np.float32(0.7)),
+        (sampling.top_k, 0, 2**31 - 1),
+        (sampling.top_p, 1, np.float32(0.9)),
+        (sampling.min_p, 0, np.float32(0.1)),
+        (sampling.seeds, 0, 2**32 - 1),
+    ):
+        assert np.asarray(values).tolist() == [other, expected, other]
+
+
+def test_slots_are_looked_up_only_when_a_row_gets_a_new_owner():
+    tables, request, asked = RowTables(2, 4, 3), make_request("r", "a"), []
+
+    def slots_of(name: str) -> tuple[int, ...]:
+        asked.append(name)
+        return (0,)
+
+    for _ in range(3):
+        tables.update([chunk_of(request)], slots_of, {})
+    assert asked == ["a"]
+    uploaded = tables.rows
+    request.block_table = [1]
+    tables.update([chunk_of(request)], slots_of, {})
+    assert tables.rows is uploaded
 
 
 @pytest.mark.parametrize(("decode_growth", "mixed_growth"), [(2, 4), (4, 2)])

@@ -1,6 +1,5 @@
 """The step as one program a stage, beside the step as one program."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +8,8 @@ from dymerge_jax.kv_cache import empty_cache
 from dymerge_jax.layered_step import LayeredStep
 from dymerge_jax.library import Model
 from dymerge_jax.model import Implementations
-from dymerge_jax.step import AdapterMix, StepBatch, StepInputs, forward_step
+from dymerge_jax.step import StepTables, forward_step, split_weights
+from dymerge_jax.step_batch import AdapterMix, PackedBatch, packed_batch, packed_rows
 from tests.support.tiny_models import random_adapter, random_gated_set, tiny_model
 
 BLOCK_TABLES = jnp.arange(12, dtype=jnp.int32).reshape(3, 4)
@@ -29,31 +29,43 @@ def case() -> tuple[Model, AdapterMix]:
     return model, model.mix(["l", "p", {"a": -0.5, "b": 2.0}])
 
 
-def step_batches() -> list[StepBatch]:
+def step_batches() -> list[PackedBatch]:
     """A prefill of two sequences, then a decode step of both."""
-
-    def ints(*values: int) -> jax.Array:
-        return jnp.asarray(values, jnp.int32)
-
-    no, yes = jnp.zeros((2,), bool), jnp.ones((2,), bool)
-    prompts = ints(5, 9, 2, 40, 7, 33, 100, 0)
-    return [
-        StepBatch(prompts, ints(2, 0), ints(0, 4), ints(4, 3), ints(0, 0), no),
-        StepBatch(ints(0, 0), ints(2, 0), ints(0, 1), ints(1, 1), ints(4, 3), yes),
-    ]
+    prefill = packed_batch(8, 2)
+    prefill.tokens[:] = [5, 9, 2, 40, 7, 33, 100, 0]
+    prefill.seqs.T[:] = [[2, 0, 4, 0, 0, 1, 0], [0, 4, 3, 0, 0, 0, 0]]
+    decode = packed_batch(2, 2)
+    decode.seqs.T[:] = [[2, 0, 1, 4, 1, 1, 1], [0, 1, 1, 3, 1, 1, 0]]
+    return [prefill, decode]
 
 
 def test_a_layered_step_equals_the_step_as_one_program(case: tuple[Model, AdapterMix]) -> None:
     model, mix = case
-    split, last_tokens = model.split, jnp.asarray([17, 3, 0], jnp.int32)
+    split = model.split
+    structure, weights = split_weights(split.graph, split.state)
+    rows = packed_rows(3, 6)
+    rows.weights[:], rows.gated_set_ids[:] = mix.weights, mix.gated_set_ids
+    tables = StepTables(model.slots, model.gates, jnp.asarray(rows.array), BLOCK_TABLES)
     caches = [empty_cache(split.config, num_blocks=12, block_size=4, dtype=split.dtype) for _ in range(2)]
+    last_tokens = [jnp.asarray([17, 3, 0], jnp.int32) for _ in range(2)]
     for batch in step_batches():
-        inputs = StepInputs(model.slots, model.gates, mix, BLOCK_TABLES, last_tokens, batch)
-        layered = LayeredStep(split, caches[1], inputs, Implementations())
-        expected, caches[0] = forward_step(split.graph, split.state, caches[0], inputs)
+        layered = LayeredStep(
+            split, caches[1], last_tokens[1], tables, batch.array, num_seqs=2, implementations=Implementations()
+        )
+        expected = forward_step(structure, weights, caches[0], last_tokens[0], tables, batch.array, num_seqs=2)
         before = caches[1]
-        actual, caches[1] = layered(split.state, caches[1], inputs)
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
-        for ours, theirs in zip(caches[1].layers, caches[0].layers, strict=True):
+        actual = layered(weights, caches[1], last_tokens[1], tables, batch.array)
+        np.testing.assert_allclose(actual.logits, expected.logits, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(actual.tokens, np.asarray(expected.logits).argmax(1))
+        np.testing.assert_array_equal(actual.tokens, expected.tokens)
+        sampled = np.flatnonzero(batch.seqs[5])
+        want = np.asarray([17, 3, 0])
+        want[batch.seqs[0, sampled]] = np.asarray(expected.tokens)[sampled]
+        for ours, theirs in zip(actual.cache.layers, expected.cache.layers, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
         assert all(array.is_deleted() for array in before.layers), "the cache is copied, not updated in place"
+        caches = [expected.cache, actual.cache]
+        last_tokens = [expected.last_tokens, actual.last_tokens]
+        for tokens in last_tokens:
+            np.testing.assert_array_equal(np.asarray(tokens)[batch.seqs[0, sampled]], want[batch.seqs[0, sampled]])
+            assert int(tokens[1]) == 3, "a row without a sequence has lost its token"

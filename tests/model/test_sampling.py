@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dymerge_jax.sampling import SamplingParams, device_seed, pick_tokens, sample_step
+from dymerge_jax.sampling import (
+    SampleTargets,
+    SamplingParams,
+    device_seed,
+    greedy_tokens,
+    pick_tokens,
+    remember,
+    sample,
+)
 
 VOCAB = 50
 NUM_DRAWS = 4000
@@ -116,29 +124,34 @@ def test_the_same_seed_draws_anew_at_every_step() -> None:
     assert len(set(tokens[:40])) > 15
 
 
+def targets(rows: list[int], is_sampled: list[bool]) -> SampleTargets:
+    return SampleTargets(jnp.asarray(rows, jnp.int32), jnp.asarray(is_sampled), jnp.zeros((len(rows),), jnp.int32))
+
+
 def test_only_sampled_sequences_change_the_last_tokens(rng) -> None:
     logits = jnp.asarray(rng.normal(size=(3, VOCAB)), jnp.float32)
-    last = jnp.asarray([-1, -2, -3, -4], jnp.int32)
-    rows = jnp.asarray([2, 0, 0], jnp.int32)
-    is_sampled = jnp.asarray([True, True, False])
-    sampled, last = sample_step(
-        logits, last, rows, is_sampled, params(4), jnp.zeros((3,), jnp.int32), is_greedy=True, with_logprobs=False
-    )
+    tokens = greedy_tokens(logits)
     best = np.asarray(logits).argmax(1)
-    np.testing.assert_array_equal(np.asarray(sampled.tokens), best)
+    np.testing.assert_array_equal(np.asarray(tokens), best)
+    last = remember(jnp.asarray([-1, -2, -3, -4], jnp.int32), targets([2, 0, 0], [True, True, False]), tokens)
     np.testing.assert_array_equal(np.asarray(last), [best[1], -2, best[0], -4])
+
+
+def test_sequences_sample_by_the_parameters_of_their_rows(rng) -> None:
+    logits = jnp.asarray(rng.normal(size=(3, VOCAB)), jnp.float32)
+    by_row = params(4, temperature=[1.0, 0.0, 0.0, 0.0])
+    tokens = sample(logits, by_row, targets([2, 0, 3], [True] * 3), with_logprobs=False).tokens
+    best = np.asarray(logits).argmax(1)
+    drawn = _pick_tokens(logits[1:2], params(1), jnp.zeros((1,), jnp.int32))
+    assert np.asarray(tokens).tolist() == [best[0], int(drawn[0]), best[2]]
 
 
 def test_logprobs_are_those_of_the_unscaled_model(rng) -> None:
     logits = rng.normal(size=(2, VOCAB)).astype(np.float32)
-    sampled, _ = sample_step(
+    sampled = sample(
         jnp.asarray(logits),
-        jnp.zeros((2,), jnp.int32),
-        jnp.arange(2, dtype=jnp.int32),
-        jnp.asarray([True, True]),
         params(2, temperature=[0.3, 0.0], top_k=[2, 0]),
-        jnp.zeros((2,), jnp.int32),
-        is_greedy=False,
+        targets([0, 1], [True, True]),
         with_logprobs=True,
     )
     want = np.log(np.stack([softmax(row) for row in logits]))

@@ -11,12 +11,11 @@ import pytest
 
 from dymerge_jax.config import named_config
 from dymerge_jax.gating import build_gate_array
-from dymerge_jax.generate import uniform_sampling
 from dymerge_jax.kv_cache import empty_cache
 from dymerge_jax.lora import empty_slots
 from dymerge_jax.model import abstract_model
-from dymerge_jax.sampling import sample_step
-from dymerge_jax.step import AdapterMix, StepInputs, empty_batch, forward_step
+from dymerge_jax.step import StepTables, forward_step, sample_step, split_weights
+from dymerge_jax.step_batch import NUM_SEQ_FIELDS, packed_len, packed_rows
 from tests.support.aot_h200 import H200, h200_target
 from tests.support.tiny_models import random_gated_set
 
@@ -53,14 +52,12 @@ def compile_step(
             random_gated_set(config, "p", experts, granularity="projection", top_k=None, renormalize=False, seed=0),
         ]
         gates = jax.eval_shape(lambda: build_gate_array(config, sets, num_slots=NUM_SLOTS))
-    batch = jax.eval_shape(functools.partial(empty_batch, num_tokens, num_seqs))
-    weights = jnp.zeros((NUM_ROWS, NUM_SLOTS), jnp.float32)
-    mix = AdapterMix(weights=weights, gated_set_ids=jnp.zeros((NUM_ROWS,), jnp.int32))
-    rows = jnp.zeros((NUM_ROWS,), jnp.int32)
-    tables = jnp.zeros((NUM_ROWS, NUM_BLOCKS // 8), jnp.int32)
-    inputs = StepInputs(slots, gates, mix, tables, rows, batch)
-    step = functools.partial(forward_step, model.graph)
-    compiled = h200.compile(step, model.state, cache, inputs, donate_argnums=(1,))
+    rows = jnp.asarray(packed_rows(NUM_ROWS, NUM_SLOTS).array)
+    tables = StepTables(slots, gates, rows, jnp.zeros((NUM_ROWS, NUM_BLOCKS // 8), jnp.int32))
+    structure, weights = split_weights(model.graph, model.state)
+    step = functools.partial(forward_step, structure, num_seqs=num_seqs)
+    batch = ints(packed_len(num_tokens, num_seqs))
+    compiled = h200.compile(step, weights, cache, ints(NUM_ROWS), tables, batch, donate_argnums=(1, 2))
     arrays = [*cache.layers, *(array for g in slots.groups.values() for array in (g.a, g.b))]
     return compiled, num_bytes(cache), min(map(num_bytes, arrays))
 
@@ -91,14 +88,11 @@ def test_a_step_program_compiles_and_updates_the_cache_in_place(h200, size, dtyp
     assert "paged_attention" in kernels, "paged_attention's own kernel is not in the program"
 
 
-@pytest.mark.parametrize(
-    ("is_greedy", "with_logprobs"), [(True, False), pytest.param(False, True, marks=pytest.mark.slow)]
-)
-def test_a_sampler_program_compiles(h200, is_greedy, with_logprobs) -> None:
+@pytest.mark.parametrize("with_logprobs", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_sampler_program_compiles(h200, with_logprobs) -> None:
     n = 32
-    params = uniform_sampling(n, temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, seed=0)
-    flags = jax.ShapeDtypeStruct((n,), jnp.bool_)
-    step = functools.partial(sample_step, is_greedy=is_greedy, with_logprobs=with_logprobs)
+    step = functools.partial(sample_step, with_logprobs=with_logprobs)
     logits = jax.ShapeDtypeStruct((n, 128256), jnp.float32)
-    compiled = h200.compile(step, logits, ints(n), ints(n), flags, params, ints(n), donate_argnums=(1,))
+    rows = ints(*packed_rows(n, NUM_SLOTS).array.shape)
+    compiled = h200.compile(step, logits, ints(n), rows, ints(NUM_SEQ_FIELDS, n), donate_argnums=(1,))
     assert compiled.memory_analysis().alias_size_in_bytes > 0
