@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from dymerge_jax.config import LlamaConfig
 from dymerge_jax.kv_cache import LayerKV, write_tokens
 from dymerge_jax.layers import apply_rope
+from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.paged_attention import QueryTiles, paged_attention
 from pallas_kernels.paged_attention.api import Implementation
 from pallas_kernels.pytree import pytree_dataclass
@@ -30,18 +31,23 @@ class AttentionContext:
     block_tables: Int[Array, "num_seqs blocks_per_seq"]
     tiles: QueryTiles
 
+    @property
+    def is_decode(self) -> bool:
+        """True for as many tokens as sequences: token i is then the only new one of sequence i."""
+        return self.tiles.tile_size == 1 and self.tiles.starts.shape[0] == self.block_tables.shape[0]
+
 
 def attend(
-    qkv: Float[Array, "num_tokens qkv_width"],
+    qkv: Float[Array, "num_tokens qkv_width"] | Float[Array, "num_partials num_tokens qkv_width"],
     kv: LayerKV,
     context: AttentionContext,
     config: LlamaConfig,
     implementation: Implementation | None,
 ) -> tuple[Float[Array, "num_tokens q_width"], LayerKV]:
-    """Rotates, stores keys and values, attends.
+    """Rotates, stores keys and values, attends: in a decode step on a GPU in one kernel, else one after another.
 
     Args:
-      qkv: q, k and v of each token, side by side.
+      qkv: q, k and v of each token, side by side; or float32 partial sums of them.
       kv: this layer's cache; updated in place when the step donates it.
       context: where the tokens stand.
       config: head counts.
@@ -50,7 +56,14 @@ def attend(
     Returns:
       The heads' outputs side by side, and the cache with the step's tokens in it.
     """
-    q, k, v = jnp.split(qkv, (config.q_width, config.q_width + config.kv_width), axis=-1)
+    is_fused = implementation == "pallas_triton" or (implementation is None and jax.default_backend() == "gpu")
+    if is_fused and context.is_decode:
+        positions = jnp.where(context.tiles.lengths > 0, context.tiles.positions, -1)
+        cos, sin = context.cos.squeeze(1), context.sin.squeeze(1)
+        return decode_attention(qkv, kv, context.block_tables, positions, cos, sin, implementation=implementation)
+    if qkv.ndim == 3:
+        qkv = sum(list(qkv[1:]), start=qkv[0])
+    q, k, v = jnp.split(qkv.astype(kv.dtype), (config.q_width, config.q_width + config.kv_width), axis=-1)
     q = apply_rope(q.reshape(-1, config.num_q_heads, config.head_dim), context.cos, context.sin)
     k = apply_rope(k.reshape(-1, config.num_kv_heads, config.head_dim), context.cos, context.sin)
     v = v.reshape(-1, config.num_kv_heads, config.head_dim)
