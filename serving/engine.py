@@ -274,23 +274,27 @@ class Engine:
 
     def _commit(self, step: _InFlight) -> list[RequestOutput]:
         sampled: SampledTokens = jax.tree.map(np.asarray, step.sampled)
+        tokens = sampled.tokens.tolist()
         now_s = self._clock()
         self.metrics.observe_step(step.plan, now_s - step.dispatched_s)
         outputs = []
         for i, chunk in enumerate(step.plan.chunks):
             if chunk.samples and not chunk.request.is_finished:
-                outputs.append(self._commit_token(chunk.request, i, sampled, now_s))
+                request, logprobs = chunk.request, ()
+                if request.sampling.logprobs is not None:
+                    logprobs = (_token_logprob(request, i, sampled),)
+                outputs.append(self._commit_token(request, tokens[i], logprobs, now_s))
         self.metrics.observe_tokens(len(outputs))
         return outputs
 
-    def _commit_token(self, request: Request, index: int, sampled: SampledTokens, now_s: float) -> RequestOutput:
-        token_id = int(sampled.tokens[index])
+    def _commit_token(
+        self, request: Request, token_id: int, logprobs: tuple[TokenLogprob, ...], now_s: float
+    ) -> RequestOutput:
         request.commit_token(token_id)
         if request.first_token_s is None:
             request.first_token_s = now_s
             self.metrics.observe_ttft(request, now_s)
         text, finish_reason = self._text_and_end(request, token_id)
-        logprobs = () if request.sampling.logprobs is None else (_token_logprob(request, index, sampled),)
         if finish_reason is not None:
             self.scheduler.finish(request, finish_reason)
             self._forget(request)

@@ -59,7 +59,7 @@ def _is_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def compile_step(
+def compile_whole_step(
     model: SplitModel,
     bucket: Bucket,
     cache: KVCache,
@@ -67,13 +67,23 @@ def compile_step(
     tables: StepTables,
     implementations: Implementations,
 ) -> CompiledStep:
-    """The forward step of a bucket in the form that suits the backend."""
-    batch = abstract_batch(bucket)
-    sizes = {"num_seqs": bucket.num_seqs, "implementations": implementations}
-    if _is_cpu():
-        return LayeredStep(model, cache, last_tokens, tables, batch, **sizes)
+    """The forward step of a bucket as one program."""
     structure, weights = split_weights(model.graph, model.state)
-    return forward_step.lower(structure, weights, cache, last_tokens, tables, batch, **sizes).compile()
+    sizes = {"num_seqs": bucket.num_seqs, "implementations": implementations}
+    return forward_step.lower(structure, weights, cache, last_tokens, tables, abstract_batch(bucket), **sizes).compile()
+
+
+def compile_layered_step(
+    model: SplitModel,
+    bucket: Bucket,
+    cache: KVCache,
+    last_tokens: Int[Array, " num_rows"],
+    tables: StepTables,
+    implementations: Implementations,
+) -> CompiledStep:
+    """The same as one small program a stage."""
+    sizes = {"num_seqs": bucket.num_seqs, "implementations": implementations}
+    return LayeredStep(model, cache, last_tokens, tables, abstract_batch(bucket), **sizes)
 
 
 def abstract_batch(bucket: Bucket) -> jax.ShapeDtypeStruct:
@@ -88,7 +98,7 @@ class StepPrograms:
       model: weights on the device.
       buckets: sizes of the forward steps.
       implementations: of the ops.
-      compile_step: makes a bucket's forward step.
+      compile_step: makes a bucket's forward step; None picks the way that suits the backend.
     """
 
     def __init__(
@@ -97,13 +107,13 @@ class StepPrograms:
         buckets: Buckets,
         implementations: Implementations,
         *,
-        compile_step: Callable[..., CompiledStep] = compile_step,
+        compile_step: Callable[..., CompiledStep] | None = None,
     ) -> None:
         self._model = model
         self._weights = split_weights(model.graph, model.state)[1]
         self._buckets = buckets
         self._implementations = implementations
-        self._compile_step = compile_step
+        self._compile_step = compile_step or (compile_layered_step if _is_cpu() else compile_whole_step)
         self._forward: dict[Bucket, CompiledStep] = {}
         self._sample: dict[tuple[int, Sampler], Callable[..., tuple[SampledTokens, Int[Array, " num_rows"]]]] = {}
 

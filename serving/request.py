@@ -190,7 +190,9 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens still to run before the next one can be sampled: 1 for a decode row, more in prefill."""
-        return self.num_total_tokens - self.num_computed_tokens
+        # Spelled out, as the properties above cost a call each: every step asks this of every running request.
+        num_known = len(self.prompt_token_ids) + len(self.output_token_ids)
+        return num_known + self.num_in_flight - self.num_computed_tokens
 
     @property
     def arrival_order(self) -> tuple[float, int]:

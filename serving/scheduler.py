@@ -7,6 +7,7 @@ blocks, adapter slots, and the token budget of a step.
 import bisect
 import dataclasses
 import heapq
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -200,7 +201,7 @@ class Scheduler:
         draft = _Draft(budget=self.max_num_batched_tokens)
         for request in self._running_in_order():
             # It may have been preempted for one before it.
-            if request.phase is Phase.RUNNING and request.num_total_tokens < self._token_limit(request):
+            if request.phase is Phase.RUNNING:
                 self._plan_chunk(request, draft)
         if self._waiting and self._free_rows and not draft.is_short_of_blocks:
             self._admit(draft, now_s)
@@ -253,16 +254,24 @@ class Scheduler:
         assert len(self._requests) == len(self._waiting) + len(self._running), "requests are lost"
 
     def _running_in_order(self) -> list[Request]:
-        decodes = [request for request in self._running if request.num_uncomputed_tokens == 1]
-        prefills = [request for request in self._running if request.num_uncomputed_tokens > 1]
-        return sorted(decodes, key=_arrival_order) + prefills
+        """Those whose tokens, counting the ones in flight, are below their limit: decode rows, then prefills."""
+        decodes, prefills = [], []
+        for request in self._running:
+            num_uncomputed = request.num_uncomputed_tokens
+            if num_uncomputed + request.num_computed_tokens < self._token_limit(request):
+                (decodes if num_uncomputed == 1 else prefills).append(request)
+        decodes.sort(key=_arrival_order)
+        return decodes + prefills
 
     def _plan_chunk(self, request: Request, draft: "_Draft") -> None:
         """Adds the longest chunk that budget and blocks allow, if there is any."""
         start = request.num_computed_tokens
-        num_tokens = min(request.num_uncomputed_tokens, draft.budget)
-        self._grow_block_table(request, start + num_tokens, draft)
-        num_tokens = min(num_tokens, len(request.block_table) * self.block_pool.block_size - start)
+        num_uncomputed = request.num_uncomputed_tokens
+        num_tokens = min(num_uncomputed, draft.budget)
+        block_size = self.block_pool.block_size
+        if start + num_tokens > len(request.block_table) * block_size:
+            self._grow_block_table(request, start + num_tokens, draft)
+            num_tokens = min(num_tokens, len(request.block_table) * block_size - start)
         if num_tokens == 0:
             return
         assert request.row is not None
@@ -273,7 +282,7 @@ class Scheduler:
                 epoch=request.epoch,
                 start=start,
                 num_tokens=num_tokens,
-                samples=start + num_tokens == request.num_total_tokens,
+                samples=num_tokens == num_uncomputed,
             )
         )
 
@@ -380,7 +389,7 @@ class Scheduler:
 
     def _token_limit(self, request: Request) -> int:
         """Most tokens of the request, prompt and output."""
-        return min(request.num_prompt_tokens + request.sampling.max_tokens, self.max_model_len)
+        return min(len(request.prompt_token_ids) + request.sampling.max_tokens, self.max_model_len)
 
     def _most_blocks(self, request: Request) -> int:
         """Blocks at its greatest length; the last token ends the request and is never written."""
@@ -437,8 +446,7 @@ class _Room:
         self.claimed_by = adapters if self.claimed_by is None else self.claimed_by & adapters
 
 
-def _arrival_order(request: Request) -> tuple[float, int]:
-    return request.arrival_order
+_arrival_order = operator.attrgetter("arrival_s", "sequence_number")  # `Request.arrival_order` without Python's calls
 
 
 def _counts_text(num_slots: dict[str, int]) -> str:
