@@ -2,7 +2,7 @@
 
 All of them keep one adapter per slot: `slots.slot_rank` is the adapter's whole rank, so none of them pays for the cells
 of our slot array. What an eager engine knows on the host (which adapters the batch uses, and how many) is given to them
-as arguments and not timed. The dense form over all slots is dense.py.
+as arguments and not timed.
 """
 
 import functools
@@ -46,16 +46,15 @@ def naive(
     num_tokens, rank = x.shape[0], slots.slot_rank
 
     def add_adapter(i: int | Array, ys: tuple[Array, ...]) -> tuple[Array, ...]:
-        adapter = adapter_ids[i]
-        u = _matmul("ti,ri->tr", x, slots.a[layer, adapter])
+        # XLA would merge the shrinks of several adapters into one matmul, and a loop is what cannot do that.
+        waiting_x, adapter, ys = lax.optimization_barrier((x, adapter_ids[i], ys))
+        u = _matmul("ti,ri->tr", waiting_x, slots.a[layer, adapter])
+        u = u.reshape(num_tokens, 1, slots.num_projections, rank)
         weights = segments.weights[:, :, adapter]
-        v = _weigh(
-            u.reshape(num_tokens, 1, slots.num_projections, rank), weights[:, None], slots.scale[layer, adapter][None]
-        )
-        b = slots.b[layer, adapter]
+        v = _weigh(u, weights[:, None], slots.scale[layer, adapter][None]).astype(x.dtype)
         # y stays in the dtype of the model, as an eager `result += ...` has it.
         return tuple(
-            y + _matmul("tr,ro->to", v[:, 0, p].astype(x.dtype), b[:, columns]).astype(y.dtype)
+            y + _matmul("tr,ro->to", v[:, 0, p], _b_of(slots, layer, adapter, columns)).astype(y.dtype)
             for p, (y, columns) in enumerate(zip(ys, slots.column_slices, strict=True))
         )
 
@@ -77,19 +76,67 @@ def bmm(
     """Every token through every adapter of the batch at once, as LoraRetriever does: M o (B A x).
 
     A and B of the batch's adapters are gathered, then multiplied in one batched matmul each. The mapping matrix M is
-    applied between them, on rank rows, rather than on the outputs: that saves it [num_tokens, num_active, out_features].
+    applied between them, on rank rows, rather than on outputs, which would be [num_tokens, num_active, out_features].
 
     Args:
       adapter_ids: [num_active] slots that any token uses; the weights of all others must be zero.
     """
-    a, b = slots.a[layer, adapter_ids], slots.b[layer, adapter_ids]
-    u = _matmul("ti,sri->tsr", x, a)
+    u = _matmul("ti,sri->tsr", x, slots.a[layer, adapter_ids])
     u = u.reshape(x.shape[0], adapter_ids.shape[0], slots.num_projections, slots.slot_rank)
     v = _weigh(u, jnp.swapaxes(segments.weights[:, :, adapter_ids], 1, 2), slots.scale[layer, adapter_ids])
+    # Gathered for each projection on its own: columns of one gather would be copied once more.
+    gather_b = jax.vmap(_b_of, in_axes=(None, None, 0, None))
     deltas = [
-        _matmul("tsr,sro->to", v[:, :, p].astype(x.dtype), b[:, :, columns])
+        _matmul("tsr,sro->to", v[:, :, p].astype(x.dtype), gather_b(slots, layer, adapter_ids, columns))
         for p, columns in enumerate(slots.column_slices)
     ]
+    return add_to_base(base, jnp.concatenate(deltas, 1)).astype(x.dtype)
+
+
+@pytree_dataclass
+class DenseLayer:
+    """All adapters of one layer, as matrices that a matmul takes as they are.
+
+    Attributes:
+      a: [num_adapters * num_projections * rank, in_features].
+      b: for each projection, [num_adapters * rank, width].
+      scale: [num_adapters, num_projections] float32.
+    """
+
+    a: Float[Array, "rows in_features"]
+    b: tuple[Float[Array, "rank_rows _"], ...]
+    scale: Float[Array, "num_adapters num_projections"]
+
+
+def dense_layer(slots: ProjectionSlots, layer: int) -> DenseLayer:
+    """One layer of `slots` in the form that `dense` takes."""
+    a, b = slots.a[layer], slots.b[layer]
+    return DenseLayer(
+        a=a.reshape(-1, a.shape[-1]),
+        b=tuple(
+            b[:, :, columns].reshape(-1, width)
+            for columns, width in zip(slots.column_slices, slots.widths, strict=True)
+        ),
+        scale=slots.scale[layer],
+    )
+
+
+@jax.jit
+def dense(
+    x: Float[Array, "num_tokens in_features"],
+    adapters: DenseLayer,
+    segments: Segments,
+    base: Float[Array, "num_tokens out_features"],
+) -> Float[Array, "num_tokens out_features"]:
+    """All tokens through all adapters, used or not: one matmul down, one a projection up, the mix matrix between them.
+
+    Unlike the implementation "dense" of maf_mvm, it takes the adapters that nobody uses to be finite and B to be split
+    by projection, and so needs no masked copy of B.
+    """
+    num_adapters, num_projections = adapters.scale.shape
+    u = _matmul("ti,ri->tr", x, adapters.a).reshape(x.shape[0], num_adapters, num_projections, -1)
+    v = _weigh(u, jnp.swapaxes(segments.weights, 1, 2), adapters.scale).astype(x.dtype)
+    deltas = [_matmul("tr,ro->to", v[:, :, p].reshape(x.shape[0], -1), b) for p, b in enumerate(adapters.b)]
     return add_to_base(base, jnp.concatenate(deltas, 1)).astype(x.dtype)
 
 
@@ -184,6 +231,15 @@ def copy_sgmv(
 def _matmul(subscripts: str, left: Array, right: Array) -> Array:
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.einsum(subscripts, left, right, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _b_of(
+    slots: ProjectionSlots, layer: Int[Array, ""], adapter: Int[Array, ""], columns: slice
+) -> Float[Array, "slot_rank width"]:
+    """B of one projection of one adapter, in one slice that a matmul may read in place."""
+    width = columns.stop - columns.start
+    start = (layer, adapter, jnp.int32(0), jnp.int32(columns.start))
+    return lax.dynamic_slice(slots.b, start, (1, 1, slots.slot_rank, width))[0, 0]
 
 
 def _weigh(

@@ -1,199 +1,478 @@
-"""Times every implementation of maf_mvm on the named shapes, beside the time that moving its bytes takes at least.
+"""Times maf_mvm beside what others do in its place, over batch sizes and ranks, and beside the byte floor.
 
-    python -m pallas_kernels.maf_mvm.bench --shape llama-3-8b --batch 32 --out maf_mvm.json
+    python -m pallas_kernels.maf_mvm.bench --shape llama-3-8b --batch 1 32 --rank 8 64 --out maf_mvm.json
 
-One timed call runs the op once for each layer, each layer's output being the next one's base, so that A and B come from
-memory as they do in a model; times are per op. Outputs are checked against the reference in the same run.
+A line of the report is one decoder layer: the sum over its groups of projections, in microseconds. Columns:
+
+    floor              A, B of the active adapters and x in once, the base in and out once, at a copy's bandwidth
+    maf_...            implementations of maf_mvm, on the engine's slot array (cells of --slot-rank rank rows)
+    copy_sgmv, sgmv    merge each mix of the batch into one composite in memory, then SGMV over the composites; and
+                       that SGMV alone, on composites copied beforehand
+    naive, bmm         a loop over the adapters of the batch; all tokens through all adapters of the batch
+    dense              all tokens through all adapters of the arrays, used or not
+    site_...           with --site: the base projection too, XLA's matmul alone or before the LoRA product
+
+A timed call runs an op many times, each output being the next one's base, layer after layer of arrays so large that the
+active adapters come from memory, not from the L2 cache. Nothing is subtracted; what an empty call takes is said beside.
+The first op of the very program that is timed is checked against the float32 reference.
 """
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import json
-import random
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, Int
 
+from pallas_kernels.maf_mvm import baselines, reference
 from pallas_kernels.maf_mvm.api import Implementation, ProjectionSlots, maf_mvm
-from pallas_kernels.maf_mvm.config import token_tile_size
+from pallas_kernels.maf_mvm.bench_cases import (
+    UNROLL,
+    Batch,
+    Mixes,
+    Problem,
+    Site,
+    Storage,
+    make_batch,
+    make_site,
+)
 from pallas_kernels.maf_mvm.shapes import GROUPS, Group, named_shapes
-from pallas_kernels.segments import Segments, build_segments
-
-# The reference converts all slots to float32; on a large model it would time the memory allocator.
-_LARGEST_REFERENCE = 2**26
+from pallas_kernels.pytree import pytree_dataclass
+from pallas_kernels.segments import Segments
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """One line of the report; times in microseconds per op.
+class Op:
+    """What one op of a timed chain sees.
 
     Attributes:
+      slots: the adapters, in the column's storage.
+      segments: segments over `slots`.
+      projection: base projection; None for a column that computes "lora" only.
+      dense_layer: the adapters of this layer; None unless the column's storage is "layers".
+    """
+
+    x: Float[Array, "batch in_features"]
+    base: Float[Array, "batch out_features"]
+    slots: ProjectionSlots
+    segments: Segments
+    layer: Int[Array, ""]
+    adapter_ids: Int[Array, " num_active"]
+    composites: baselines.Composites
+    projection: Float[Array, "in_features out_features"] | None
+    dense_layer: baselines.DenseLayer | None
+
+
+@pytree_dataclass
+class Inputs:
+    """Arguments of a timed chain: those of its ops, tuples being walked in turn."""
+
+    x: Float[Array, "batch in_features"]
+    base: Float[Array, "batch out_features"]
+    slots: tuple[ProjectionSlots, ...]
+    segments: Segments
+    adapter_ids: Int[Array, " num_active"]
+    composites: baselines.Composites
+    projections: tuple[Float[Array, "in_features out_features"], ...]
+    dense_layers: tuple[baselines.DenseLayer, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that one walk passes in each of `slots`; the dense layers are one each."""
+        return 1 if self.dense_layers else self.slots[0].num_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One competitor.
+
+    Attributes:
+      run: the op's output, [batch, out_features].
+      storage: how it wants the adapters.
+      unroll: ops of one iteration of the timed loop.
+      computes: "lora" (onto the base given), "projection" (the base alone) or "site" (both).
+    """
+
+    run: Callable[[Op], Array]
+    storage: Storage = "slots"
+    unroll: int = UNROLL
+    computes: Literal["lora", "projection", "site"] = "lora"
+
+
+def kernel_columns(implementations: Sequence[Implementation], sgmv: Implementation) -> dict[str, Column]:
+    """The op alone, by name of the column."""
+
+    def copy_sgmv(op: Op) -> Array:
+        return baselines.copy_sgmv(op.x, op.slots, op.composites, op.base, op.layer, implementation=sgmv)
+
+    def sgmv_alone(op: Op) -> Array:
+        return baselines.sgmv(op.x, op.slots, op.composites, op.base, op.layer, implementation=sgmv)
+
+    def naive(op: Op) -> Array:
+        return baselines.naive(op.x, op.slots, op.segments, op.base, op.adapter_ids, op.layer)
+
+    def bmm(op: Op) -> Array:
+        return baselines.bmm(op.x, op.slots, op.segments, op.base, op.adapter_ids, op.layer)
+
+    def dense(op: Op) -> Array:
+        assert op.dense_layer is not None
+        return baselines.dense(op.x, op.dense_layer, op.segments, op.base)
+
+    return {
+        **{f"maf_{name}": Column(_lora(name)) for name in implementations},
+        "copy_sgmv": Column(copy_sgmv, "adapters"),
+        "sgmv": Column(sgmv_alone, "composites"),
+        "naive": Column(naive, "adapters", unroll=1),  # it has a loop of its own
+        "bmm": Column(bmm, "adapters"),
+        "dense": Column(dense, "layers"),
+    }
+
+
+def site_columns(implementations: Sequence[Implementation]) -> dict[str, Column]:
+    """The op and its base projection, by name of the column; a fused op is one more entry."""
+    return {
+        "site_base": Column(_project, computes="projection"),
+        **{f"site_{name}": Column(_site(name), computes="site") for name in implementations},
+    }
+
+
+def _lora(implementation: Implementation) -> Callable[[Op], Array]:
+    return lambda op: maf_mvm(op.x, op.slots, op.segments, op.base, layer=op.layer, implementation=implementation)
+
+
+def _project(op: Op) -> Array:
+    assert op.projection is not None
+    precision = lax.Precision.HIGHEST if op.x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.dot(op.x, op.projection, precision=precision)
+
+
+def _site(implementation: Implementation) -> Callable[[Op], Array]:
+    return lambda op: _lora(implementation)(dataclasses.replace(op, base=_project(op)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """One column for one batch at one site; times in microseconds per op.
+
+    Attributes:
+      num_ops: ops of one timed call.
       floor_us: bytes that must move, at the bandwidth that a copy reaches on this device.
       max_error: largest |difference| from the reference in float32, on outputs of order 1.
     """
 
-    shape: str
-    group: str
     mixes: str
-    num_tokens: int
-    active_slots: int
-    implementation: str
+    rank: int
+    group: str
+    batch: int
+    column: str
+    active_adapters: int
+    num_ops: int
     median_us: float
+    p10_us: float
     p90_us: float
     floor_us: float
     max_error: float
 
 
-def main() -> None:
-    args = _parse_args()
-    dtype = jnp.dtype(args.dtype)
-    bandwidth = _copy_bandwidth()
+@dataclasses.dataclass(frozen=True)
+class LayerTiming:
+    """Sums over the groups of a layer, in microseconds.
+
+    Attributes:
+      floor_us, median_us: by column; a column that refused a group is absent.
+      spread: widest p10 to p90 of a column and group, relative to its median.
+      max_error: of all columns and groups.
+    """
+
+    mixes: str
+    rank: int
+    batch: int
+    active_adapters: int
+    floor_us: dict[str, float]
+    median_us: dict[str, float]
+    spread: float
+    max_error: float
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parse_args(argv)
     device = jax.devices()[0]
-    print(f"device {device.device_kind}, jax {jax.__version__}, copy bandwidth {bandwidth / 1e9:.0f} GB/s, {dtype}")
+    bandwidth = _copy_bandwidth()
+    empty_us = statistics.median(_time(jax.jit(lambda x: x + 1), 20, jnp.zeros(()))) * 1e6
+    print(f"{device.device_kind}, jax {jax.__version__}, {args.dtype}; a copy moves {bandwidth / 1e9:.0f} GB/s")
     print(
-        f"batch {args.batch}, {args.slots} slots of rank {args.rank}, {args.layers} layers a call, "
-        f"2 warm-up calls, {args.repeats} repeats; times in us per op"
+        f"{args.shape}: {', '.join(args.group)}; {args.adapters} adapters in slots of {args.slot_rank} rank rows; ",
+        end="",
     )
-    print(f"{'shape':14} {'group':8} {'mixes':9} {'active':>6} {'implementation':14} {'median':>9} {'p90':>9} ", end="")
-    print(f"{'floor':>9} {'max error':>9}")
-    results = [
-        result
-        for shape in args.shape
-        for group in args.group
-        for mixes in args.mixes
-        for result in _bench_group(args, shape, group, mixes, dtype, bandwidth)
-    ]
+    print(f"median us per layer of {args.repeats} calls after 2, of about {args.call_us:.0f} us; ", end="")
+    print(f"an empty call takes {empty_us:.0f} us")
+    print(_header(args), flush=True)
+
+    timings: list[Timing] = []
+    layers: list[LayerTiming] = []
+    refusals: dict[str, str] = {}
+    for mixes, rank in itertools.product(args.mixes, args.rank):
+        found = [t for group in args.group for t in _bench_group(args, mixes, rank, group, bandwidth, refusals)]
+        for batch in args.batch:
+            layers.append(_sum_groups([t for t in found if t.batch == batch], len(args.group)))
+            print(_line(args, layers[-1]), flush=True)
+        timings += found
+    for column, reason in refusals.items():
+        print(f"{column}: {reason}")
     if args.out:
         report = {
-            "command": " ".join(["python -m pallas_kernels.maf_mvm.bench", *sys.argv[1:]]),
+            "command": " ".join(["python -m pallas_kernels.maf_mvm.bench", *(sys.argv[1:] if argv is None else argv)]),
             "device": device.device_kind,
             "jax": jax.__version__,
-            "dtype": str(dtype),
             "copy_gb_per_s": bandwidth / 1e9,
+            "empty_call_us": empty_us,
             "arguments": {key: value for key, value in vars(args).items() if key != "out"},
-            "results": [dataclasses.asdict(result) for result in results],
+            "refusals": refusals,
+            "layers": [dataclasses.asdict(layer) for layer in layers],
+            "groups": [dataclasses.asdict(timing) for timing in timings],
         }
         Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
+    check_errors(timings, args.dtype)
 
 
-def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="+", choices=list(named_shapes()), default=["smollm2-135m"])
-    parser.add_argument("--group", nargs="+", choices=GROUPS, default=list(GROUPS))
-    parser.add_argument("--mixes", nargs="+", choices=["base", "one", "distinct", "zipf"], default=["distinct", "zipf"])
-    parser.add_argument("--implementation", nargs="+", default=None, help="default: all that suit the device")
-    parser.add_argument("--batch", type=int, default=32, help="tokens of the step")
-    parser.add_argument("--mix-size", type=int, default=3, help="slots of each token")
-    parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--rank", type=int, default=8, help="rank rows of a slot")
-    parser.add_argument("--layers", type=int, default=None, help="default: 8 on a CPU, 32 elsewhere")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default=None, help="default: float32 on a CPU")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--out", default=None, help="write the results to this JSON file")
-    args = parser.parse_args()
+def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    # On a CPU the kernels run in interpret mode, which says nothing about their speed.
     is_cpu = jax.default_backend() == "cpu"
-    args.layers = args.layers or (8 if is_cpu else 32)
-    args.dtype = args.dtype or ("float32" if is_cpu else "bfloat16")
-    # On a CPU the kernel runs in interpret mode, which says nothing about its speed.
-    args.implementation = args.implementation or ["dense", "loop", *([] if is_cpu else ["pallas_triton"])]
+    ours = "loop" if is_cpu else "pallas_triton"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--shape", choices=list(named_shapes()), default="tiny" if is_cpu else "llama-3-8b")
+    add("--group", nargs="+", choices=GROUPS, default=list(GROUPS))
+    add("--mixes", nargs="+", choices=get_args(Mixes), default=["distinct"])
+    add("--batch", nargs="+", type=int, default=[1, 8] if is_cpu else [1, 2, 4, 8, 16, 32, 64])
+    add("--rank", nargs="+", type=int, default=[8] if is_cpu else [4, 8, 16, 32, 64])
+    add("--implementation", nargs="+", default=[ours], help="of maf_mvm; ratios are to the first of them")
+    add("--sgmv", default=ours, help="implementation of maf_mvm that is the SGMV")
+    add("--column", nargs="+", default=None, help="time these columns only")
+    add("--site", action="store_true", help="also time the op together with its base projection")
+    add("--mix-size", type=int, default=3, help="adapters of each token in distinct and zipf mixes")
+    add("--adapters", type=int, default=16 if is_cpu else 128, help="adapters in the arrays")
+    add("--slot-rank", type=int, default=8, help="rank rows of a slot")
+    add("--dtype", choices=["bfloat16", "float32"], default="float32" if is_cpu else "bfloat16")
+    add("--repeats", type=int, default=10)
+    add("--call-us", type=float, default=200 if is_cpu else 4000, help="length of a timed call, about")
+    add("--cold-bytes", type=int, default=2**16 if is_cpu else 2**27, help="bytes of adapters that no cache holds")
+    add("--jobs", type=int, default=os.cpu_count(), help="programs that are compiled at a time")
+    add("--out", default=None, help="write the results to this JSON file")
+    args = parser.parse_args(argv)
+    if args.mix_size > args.adapters:
+        parser.error(f"--mix-size {args.mix_size} needs as many adapters, but --adapters is {args.adapters}")
+    unknown = set(args.column or ()) - set(_columns(args, only=None))
+    if unknown:
+        parser.error(f"--column {' '.join(sorted(unknown))}: expected {', '.join(_columns(args, only=None))}")
     return args
 
 
+def _columns(args: argparse.Namespace, only: Sequence[str] | None) -> dict[str, Column]:
+    columns = kernel_columns(args.implementation, args.sgmv)
+    if args.site:
+        columns |= site_columns(args.implementation)
+    return {name: column for name, column in columns.items() if only is None or name in only}
+
+
 def _bench_group(
-    args: argparse.Namespace, shape: str, group: Group, mixes: str, dtype: Any, bandwidth: float
-) -> list[Result]:
-    in_features, widths = named_shapes()[shape].group(group)
-    slots = _random_slots(args, in_features, widths, dtype)
-    segments, num_active = _random_segments(args, mixes)
-    keys = jax.random.split(jax.random.key(1))
-    x = jax.random.normal(keys[0], (args.batch, in_features), dtype)
-    base = jax.random.normal(keys[1], (args.batch, sum(widths)), dtype)
-    floor_us = _bytes_moved(slots, num_active, x, base) / bandwidth * 1e6
-    expected = _reference(x, slots, segments, base)
-    implementations = [*args.implementation]
-    if slots.a[0].size + slots.b[0].size < _LARGEST_REFERENCE:
-        implementations = ["reference", *implementations]
-
-    results = []
-    for name in implementations:
-        one_layer = maf_mvm(x, slots, segments, base, layer=0, implementation=name)
-        error = float(jnp.abs(one_layer.astype(jnp.float32) - expected).max())
-        times = _time(jax.jit(_all_layers(name)), args.repeats, x, slots, segments, base)
-        per_op = sorted(t / args.layers * 1e6 for t in times)
-        median, p90 = statistics.median(per_op), per_op[int(0.9 * (len(per_op) - 1))]
-        results.append(Result(shape, group, mixes, args.batch, num_active, name, median, p90, floor_us, error))
-        print(f"{shape:14} {group:8} {mixes:9} {num_active:6} {name:14} {median:9.1f} {p90:9.1f} ", end="")
-        print(f"{floor_us:9.1f} {error:9.1e}", flush=True)
-    return results
-
-
-def _all_layers(implementation: Implementation) -> Callable[..., Array]:
-    def chain(x: Array, slots: ProjectionSlots, segments: Segments, base: Array) -> Array:
-        for layer in range(slots.num_layers):
-            base = maf_mvm(x, slots, segments, base, layer=layer, implementation=implementation)
-        return base
-
-    return chain
-
-
-def _reference(x: Array, slots: ProjectionSlots, segments: Segments, base: Array) -> Float[Array, "num_tokens out"]:
-    """The reference on the same values in float32, one layer."""
-    first = dataclasses.replace(
-        slots, a=slots.a[:1].astype(jnp.float32), b=slots.b[:1].astype(jnp.float32), scale=slots.scale[:1]
+    args: argparse.Namespace, mixes: Mixes, rank: int, group: Group, bandwidth: float, refusals: dict[str, str]
+) -> list[Timing]:
+    """Compiles all columns for all batches side by side, then times them one after another."""
+    in_features, widths = named_shapes()[args.shape].group(group)
+    site = make_site(
+        Problem(
+            in_features=in_features,
+            widths=widths,
+            num_adapters=args.adapters,
+            rank=rank,
+            slot_rank=args.slot_rank,
+            mixes=mixes,
+            mix_size=args.mix_size,
+            dtype=args.dtype,
+            cold_bytes=args.cold_bytes,
+            has_projection=args.site,
+        )
     )
-    x, base = x.astype(jnp.float32), base.astype(jnp.float32)
-    return maf_mvm(x, first, segments, base, layer=0, implementation="reference")
+    columns = _columns(args, args.column)
+    timings = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        batches = list(pool.map(lambda size: make_batch(site, size), args.batch))
+        expected = [pool.submit(_expected, site, batch) for batch in batches]
+        programs = [
+            {name: pool.submit(Program.compile, column, site, batch, args.call_us) for name, column in columns.items()}
+            for batch in batches
+        ]
+        for futures in programs:
+            _wait(futures, refusals)
+    for batch, futures, wanted in zip(batches, programs, expected, strict=True):
+        for name, future in futures.items():
+            if future.exception() is None:
+                floor_us = _bytes_moved(columns[name], site, batch) / bandwidth * 1e6
+                timings.append(
+                    Timing(
+                        mixes=mixes,
+                        rank=rank,
+                        group=group,
+                        batch=batch.size,
+                        column=name,
+                        active_adapters=batch.adapter_ids.size,
+                        floor_us=floor_us,
+                        **future.result().time(args.repeats, wanted.result()[columns[name].computes]),
+                    )
+                )
+    return timings
 
 
-def _random_slots(args: argparse.Namespace, in_features: int, widths: tuple[int, ...], dtype: Any) -> ProjectionSlots:
-    keys = jax.random.split(jax.random.key(0))
-    rows, out_features = len(widths) * args.rank, sum(widths)
-    a = jax.random.normal(keys[0], (args.layers, args.slots, rows, in_features), dtype)
-    b = jax.random.normal(keys[1], (args.layers, args.slots, args.rank, out_features), dtype)
-    return ProjectionSlots(
-        a=a * jnp.asarray(in_features**-0.5, dtype),
-        b=b * jnp.asarray(args.rank**-0.5, dtype),
-        scale=jnp.ones((args.layers, args.slots, len(widths))),
-        widths=widths,
-    )
+def _wait(futures: Mapping[str, "Future[Program]"], refusals: dict[str, str]) -> None:
+    for name, future in futures.items():
+        reason = future.exception()
+        if isinstance(reason, NotImplementedError):
+            refusals[name] = str(reason)
+        elif reason is not None:
+            raise reason
 
 
-def _random_segments(args: argparse.Namespace, mixes: str) -> tuple[Segments, int]:
-    """Segments of the step and how many slots it uses.
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled chain of ops of one column.
 
-    base: no pairs; one: all tokens use slot 0; distinct: token t uses the next `mix_size` slots, round about; zipf:
-    `mix_size` slots each with popularity 1/rank.
+    Attributes:
+      run: gives the output of the first op and that of the last.
+      inputs: its argument.
+      num_ops: ops of the chain.
     """
-    rng = random.Random(0)
-    popularity = [1 / (i + 1) for i in range(args.slots)]
-    rows = [[0.0] * args.slots for _ in range(args.batch)]
-    for t, row in enumerate(rows):
-        used: list[int] = []
-        match mixes:
-            case "one":
-                used = [0]
-            case "distinct":
-                used = [(t * args.mix_size + i) % args.slots for i in range(args.mix_size)]
-            case "zipf":
-                used = rng.choices(range(args.slots), popularity, k=args.mix_size)
-        for slot in used:
-            row[slot] = rng.uniform(0.2, 0.5)
-    num_active = sum(any(column) for column in zip(*rows, strict=True))
-    weights = jnp.asarray(rows, jnp.float32)[:, None]
-    return build_segments(weights, tile_size=token_tile_size(args.batch)), num_active
+
+    run: Callable[[Inputs], tuple[Array, Array]]
+    inputs: Inputs
+    num_ops: int
+
+    @classmethod
+    def compile(cls, column: Column, site: Site, batch: Batch, call_us: float) -> "Program":
+        inputs = inputs_of(column, site, batch)
+        ops_per_walk = inputs.num_layers * column.unroll
+        num_rounds = max(round(call_us / _guess_us(column, site, batch) / ops_per_walk), 1)
+        run = jax.jit(functools.partial(chain, column, num_rounds)).lower(inputs).compile()
+        return cls(run, inputs, 1 + num_rounds * ops_per_walk)
+
+    def time(self, repeats: int, expected: Array) -> dict[str, Any]:
+        """Times of an op in microseconds, and the error of the first."""
+        first, _ = self.run(self.inputs)
+        per_op = sorted(seconds / self.num_ops * 1e6 for seconds in _time(self.run, repeats, self.inputs))
+        tenth = (len(per_op) - 1) // 10
+        return {
+            "num_ops": self.num_ops,
+            "median_us": statistics.median(per_op),
+            "p10_us": per_op[tenth],
+            "p90_us": per_op[-1 - tenth],
+            "max_error": float(jnp.abs(first.astype(jnp.float32) - expected).max()),
+        }
 
 
-def _bytes_moved(slots: ProjectionSlots, num_active: int, x: Array, base: Array) -> int:
-    """A and B of the active slots and x once in, the base once in and once out."""
-    per_slot = (slots.a[0, 0].size + slots.b[0, 0].size) * slots.a.dtype.itemsize
-    return num_active * per_slot + x.nbytes + 2 * base.nbytes
+def inputs_of(column: Column, site: Site, batch: Batch) -> Inputs:
+    """What a chain of `column` reads."""
+    match column.storage:
+        case "slots":
+            slots, segments = site.slots, batch.slot_segments
+        case "adapters" | "layers":
+            slots, segments = site.adapters, batch.adapter_segments
+        case "composites":
+            slots, segments = batch.copied, batch.composites.segments
+    return Inputs(
+        x=batch.x,
+        base=batch.base,
+        slots=slots,
+        segments=segments,
+        adapter_ids=batch.adapter_ids,
+        composites=batch.composites,
+        projections=site.projections if column.computes != "lora" else (),
+        dense_layers=site.layers if column.storage == "layers" else (),
+    )
+
+
+def chain(column: Column, num_rounds: int, inputs: Inputs) -> tuple[Array, Array]:
+    """Outputs of the first op and of the last; each op waits for the one before, whose output is its base."""
+
+    def op(place: int, layer: Array, base: Array) -> Array:
+        # XLA would move what does not depend on the base out of the loop, or merge it for several ops.
+        x, base, layer = lax.optimization_barrier((inputs.x, base, layer))
+        if column.computes != "lora":
+            x = x + base[:, :1] * jnp.zeros(
+                (), base.dtype
+            )  # nothing reads the base: a small kernel makes x wait for it
+        return column.run(
+            Op(
+                x=x,
+                base=base,
+                slots=inputs.slots[place],
+                segments=inputs.segments,
+                layer=layer,
+                adapter_ids=inputs.adapter_ids,
+                composites=inputs.composites,
+                projection=inputs.projections[place % len(inputs.projections)] if inputs.projections else None,
+                dense_layer=inputs.dense_layers[place] if inputs.dense_layers else None,
+            )
+        )
+
+    def ops(layer: Array, y: Array) -> Array:
+        for place in range(column.unroll):
+            y = op(place, layer, y)
+        return y
+
+    def walk(_: Array, y: Array) -> Array:
+        return lax.fori_loop(jnp.int32(0), jnp.int32(inputs.num_layers), ops, y)
+
+    first = op(0, jnp.int32(0), inputs.base)
+    return first, lax.fori_loop(0, num_rounds, walk, first)
+
+
+def _guess_us(column: Column, site: Site, batch: Batch) -> float:
+    """About what an op takes; right within a few times, which is enough to choose the length of a call."""
+    num_read = site.problem.num_adapters if column.storage == "layers" else batch.adapter_ids.size
+    lora_us = max(8.0, num_read * site.problem.adapter_bytes / 2e6)  # 2 TB/s
+    if column.unroll == 1:
+        lora_us = max(lora_us, 20.0 * num_read)
+    return lora_us if column.computes == "lora" else lora_us + site.projections[0].nbytes / 3e6
+
+
+@jax.jit
+def _expected_lora(x: Array, adapters: ProjectionSlots, segments: Segments, base: Array) -> Array:
+    return reference.maf_mvm(x.astype(jnp.float32), adapters, segments, base, jnp.int32(0))
+
+
+def _expected(site: Site, batch: Batch) -> dict[str, Array]:
+    """Output of the first op in float32, by what a column computes."""
+    expected = {"lora": _expected_lora(batch.x, site.adapters[0], batch.adapter_segments, batch.base)}
+    if site.projections:
+        dot = jax.jit(lambda x, w: jnp.dot(x, w, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32))
+        expected["projection"] = dot(batch.x, site.projections[0])
+        expected["site"] = _expected_lora(batch.x, site.adapters[0], batch.adapter_segments, expected["projection"])
+    return expected
+
+
+def _bytes_moved(column: Column, site: Site, batch: Batch) -> int:
+    """A and B of the active adapters, x and the base projection in once, the output once, the base given in once."""
+    lora = batch.adapter_ids.size * site.problem.adapter_bytes
+    given = batch.x.nbytes + batch.base.nbytes
+    match column.computes:
+        case "lora":
+            return given + lora + batch.base.nbytes
+        case "projection":
+            return given + site.projections[0].nbytes
+        case "site":
+            return given + site.projections[0].nbytes + lora
 
 
 def _copy_bandwidth() -> float:
@@ -203,7 +482,7 @@ def _copy_bandwidth() -> float:
     return 2 * size / statistics.median(_time(jax.jit(lambda array: array + 1), 5, array))
 
 
-def _time(fn: Callable[..., Array], repeats: int, *args: Any) -> list[float]:
+def _time(fn: Callable[..., Any], repeats: int, *args: Any) -> list[float]:
     """Seconds of each of `repeats` calls, after two warm-up calls."""
     seconds = []
     for i in range(repeats + 2):
@@ -212,6 +491,63 @@ def _time(fn: Callable[..., Array], repeats: int, *args: Any) -> list[float]:
         if i >= 2:
             seconds.append(time.perf_counter() - start)
     return seconds
+
+
+def _sum_groups(timings: Sequence[Timing], num_groups: int) -> LayerTiming:
+    by_column: dict[str, list[Timing]] = {}
+    for timing in timings:
+        by_column.setdefault(timing.column, []).append(timing)
+    complete = {name: of_column for name, of_column in by_column.items() if len(of_column) == num_groups}
+    return LayerTiming(
+        mixes=timings[0].mixes,
+        rank=timings[0].rank,
+        batch=timings[0].batch,
+        active_adapters=timings[0].active_adapters,
+        floor_us={name: sum(t.floor_us for t in of_column) for name, of_column in complete.items()},
+        median_us={name: sum(t.median_us for t in of_column) for name, of_column in complete.items()},
+        spread=max((t.p90_us - t.p10_us) / t.median_us for t in timings),
+        max_error=max(t.max_error for t in timings),
+    )
+
+
+def _ours(args: argparse.Namespace) -> str:
+    return f"maf_{args.implementation[0]}"
+
+
+def _ratios(args: argparse.Namespace) -> list[str]:
+    """Columns that are divided by the first implementation."""
+    columns = _columns(args, args.column)
+    if _ours(args) not in columns:
+        return []
+    return [name for name in ("copy_sgmv", "naive", "bmm", "dense") if name in columns]
+
+
+def _header(args: argparse.Namespace) -> str:
+    columns = [f"{name:>{max(len(name), 8)}}" for name in ("floor", *_columns(args, args.column))]
+    ratios = [f"{name + '/ours':>14}" for name in _ratios(args)]
+    return " ".join(["mixes    batch rank active", *columns, *ratios, " spread   error"])
+
+
+def _line(args: argparse.Namespace, layer: LayerTiming) -> str:
+    columns = _columns(args, args.column)
+    floor_us = next((us for name, us in layer.floor_us.items() if columns[name].computes == "lora"), None)
+    times = {"floor": floor_us} | {name: layer.median_us.get(name) for name in columns}
+    cells = [f"{'-' if us is None else f'{us:.1f}':>{max(len(name), 8)}}" for name, us in times.items()]
+    ours = layer.median_us.get(_ours(args))
+    for name in _ratios(args):
+        them = layer.median_us.get(name)
+        cells.append(f"{'-' if ours is None or them is None else f'{them / ours:.2f}':>14}")
+    head = f"{layer.mixes:8} {layer.batch:5} {layer.rank:4} {layer.active_adapters:6}"
+    return " ".join([head, *cells, f"{layer.spread:7.1%} {layer.max_error:7.1e}"])
+
+
+def check_errors(timings: Sequence[Timing], dtype: str) -> None:
+    """Ends the run with an error if a timed program was wrong."""
+    bound = 1e-3 if dtype == "float32" else 0.1
+    wrong = [t for t in timings if not t.max_error <= bound]
+    if wrong:
+        worst = ", ".join(f"{t.column} at {t.group}, batch {t.batch}, rank {t.rank}: {t.max_error:.1e}" for t in wrong)
+        raise SystemExit(f"outputs differ from the float32 reference by more than {bound:.0e}: {worst}")
 
 
 if __name__ == "__main__":

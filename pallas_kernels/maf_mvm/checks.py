@@ -14,7 +14,7 @@ def static_validate(
     x: Float[Array, "num_tokens in_features"],
     slots: ProjectionSlots,
     segments: Segments,
-    base: Float[Array, "num_tokens out_features"],
+    base: Float[Array, "num_tokens out_features"] | jax.ShapeDtypeStruct,
     layer: int | Array,
 ) -> None:
     """Checks what is known when the call is traced.
@@ -88,7 +88,7 @@ def _used_slots(weights: Any) -> set[int]:
     return {slot for slot, is_used in enumerate((weights != 0).any((0, 1)).tolist()) if is_used}
 
 
-def _check_dtypes(x: Array, slots: ProjectionSlots, segments: Segments, base: Array) -> None:
+def _check_dtypes(x: Array, slots: ProjectionSlots, segments: Segments, base: Array | jax.ShapeDtypeStruct) -> None:
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         raise TypeError(f"x is {x.dtype}; expected float32 or bfloat16")
     expected = [
