@@ -26,6 +26,9 @@ _MASKED = -1e30
 # Triton's matrix product takes no side below 16.
 _MIN_DOT_SIZE = 16
 
+# Splits whose results are loaded together: short contexts have no more, and wait for memory once.
+_MERGED_AT_ONCE = 8
+
 _WHOLE = pl.BlockSpec(memory_space=pl.ANY)
 
 
@@ -335,24 +338,36 @@ def _merge(
     heads = kv_head * q_per_kv + rows
     is_head = rows < q_per_kv
     mask = _row_mask(is_head, lanes, head_dim)
-    # Volatile: written by other programs of this launch. Unrolled, so that all loads are in flight together.
-    lses = [
-        plt.load(lse_ref.at[split, seq, heads], mask=is_head & (split < num_active), other=_MASKED, volatile=True)
-        for split in range(num_splits)
-    ]
-    partials = [
-        plt.load(
-            partial_ref.at[split, seq, heads[:, None], lanes[None, :]],
-            mask=mask & (split < num_active),
-            other=0.0,
-            volatile=True,
-        )
-        for split in range(num_splits)
-    ]
-    peak = functools.reduce(jnp.maximum, lses)
-    weights = [jnp.exp2(lse - peak) for lse in lses]
-    out = functools.reduce(jnp.add, [weight[:, None] * x for weight, x in zip(weights, partials, strict=True)])
-    out /= functools.reduce(jnp.add, weights)[:, None]
+    num_unrolled = min(num_splits, _MERGED_AT_ONCE)
+
+    def merge_some(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        out, peak, total = carry
+        splits = [i * num_unrolled + j for j in range(num_unrolled)]
+        # Volatile: written by other programs of this launch. Unrolled, so that all loads are in flight together.
+        lses = [
+            plt.load(lse_ref.at[x, seq, heads], mask=is_head & (x < num_active), other=_MASKED, volatile=True)
+            for x in splits
+        ]
+        partials = [
+            plt.load(
+                partial_ref.at[x, seq, heads[:, None], lanes[None, :]],
+                mask=mask & (x < num_active),
+                other=0.0,
+                volatile=True,
+            )
+            for x in splits
+        ]
+        new_peak = functools.reduce(jnp.maximum, lses, peak)
+        decay = jnp.exp2(peak - new_peak)
+        out, total = out * decay[:, None], total * decay
+        for lse, partial in zip(lses, partials, strict=True):
+            weight = jnp.exp2(lse - new_peak)
+            out, total = out + weight[:, None] * partial, total + weight
+        return out, new_peak, total
+
+    carry = jnp.zeros(mask.shape, jnp.float32), jnp.full(rows.shape, _MASKED), jnp.zeros(rows.shape, jnp.float32)
+    out, _, total = lax.fori_loop(0, pl.cdiv(num_active, num_unrolled), merge_some, carry)
+    out /= total[:, None]
     index = seq, heads[:, None] * head_dim + lanes[None, :]
     plt.store(out_ref.at[index], out.astype(out_ref.dtype), mask=mask)
 

@@ -24,6 +24,7 @@ CHUNK = 16
 ONE_RANGE = KernelConfig(chunk_tokens=CHUNK, num_splits=1, min_split_chunks=1, num_warps=4, num_stages=2)
 RANGES = dataclasses.replace(ONE_RANGE, num_splits=4)
 LONG_RANGES = dataclasses.replace(ONE_RANGE, num_splits=4, min_split_chunks=2)
+MANY_RANGES = dataclasses.replace(ONE_RANGE, num_splits=16)
 
 # Nothing cached, one token, the borders of a chunk (and of blocks), of two, four and more chunks; unused rows between.
 POSITIONS = (0, 1, -1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, -1, 4 * CHUNK - 1, 4 * CHUNK, 4 * CHUNK + 1, 139)
@@ -80,35 +81,43 @@ def bits(x: Array) -> np.ndarray:
     return np.asarray(x).view(f"u{x.dtype.itemsize}")
 
 
-@pytest.mark.parametrize("config", [ONE_RANGE, RANGES, LONG_RANGES], ids=["one_range", "ranges", "long_ranges"])
+CONFIGS = {"one_range": ONE_RANGE, "ranges": RANGES, "long_ranges": LONG_RANGES, "many_ranges": MANY_RANGES}
+
+# (query heads per KV head, head_dim, dtype, block_size, partial sums of qkv)
+KERNEL_CASES = {
+    "group_1_head_dim_64": (1, 64, "float32", 8, None),
+    "group_3_head_dim_64_partials": (3, 64, "float32", 16, 3),
+    "group_4_head_dim_128": (4, 128, "bfloat16", 16, None),
+    "group_4_head_dim_64_partials": (4, 64, "bfloat16", 32, 2),
+    "group_3_head_dim_128_block_1": (3, 128, "float32", 1, None),
+    "group_1_head_dim_128_block_64": (1, 128, "bfloat16", 64, 4),
+    "head_dim_not_a_power_of_two": (3, 24, "float32", 8, 2),
+}
+FAST = {
+    ("group_1_head_dim_64", "one_range"),
+    ("group_3_head_dim_64_partials", "long_ranges"),
+    ("group_4_head_dim_128", "ranges"),
+    ("head_dim_not_a_power_of_two", "many_ranges"),
+}
+
+
 @pytest.mark.parametrize(
-    ("q_per_kv", "head_dim", "dtype", "block_size", "num_partials"),
+    ("case", "config"),
     [
-        (1, 64, "float32", 8, None),
-        (3, 64, "float32", 16, 3),
-        (4, 128, "bfloat16", 16, None),
-        pytest.param(4, 64, "bfloat16", 32, 2, marks=pytest.mark.slow),
-        pytest.param(3, 128, "float32", 1, None, marks=pytest.mark.slow),
-        pytest.param(1, 128, "bfloat16", 64, 4, marks=pytest.mark.slow),
-        pytest.param(3, 24, "float32", 8, 2, marks=pytest.mark.slow),
+        pytest.param(case, config, marks=() if (case, config) in FAST else pytest.mark.slow)
+        for case in KERNEL_CASES
+        for config in CONFIGS
     ],
 )
-def test_kernel_matches_the_reference_however_the_context_is_split(
-    q_per_kv: int, head_dim: int, dtype: str, block_size: int, num_partials: int | None, config: KernelConfig
-):
-    inputs = inputs_of(q_per_kv, head_dim, dtype, block_size, num_partials)
-    check(inputs, *run_kernel(inputs, config))
+def test_kernel_matches_the_reference_however_the_context_is_split(case: str, config: str):
+    inputs = inputs_of(*KERNEL_CASES[case])
+    check(inputs, *run_kernel(inputs, CONFIGS[config]))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_public_function_matches_the_reference(implementation: Implementation):
     inputs = inputs_of(3, 16, "float32", 8, None)
     check(inputs, *run(inputs, implementation))
-
-
-def test_heads_of_an_odd_width_match_the_reference():
-    inputs = inputs_of(3, 24, "float32", 8, None)
-    check(inputs, *run_kernel(inputs, RANGES))
 
 
 def test_float32_qkv_is_rounded_to_the_cache_as_a_projection_in_its_dtype_is():
@@ -144,7 +153,7 @@ def test_decode_steps_one_after_another_equal_the_attention_of_the_whole_sequenc
 
 
 def test_a_sequence_gets_the_same_bits_whatever_shares_its_batch():
-    inputs = inputs_of(3, 64, "float32", 16, 3)
+    inputs = inputs_of(*KERNEL_CASES["group_3_head_dim_64_partials"])
     together, _ = run_kernel(inputs, LONG_RANGES)
     for seq in (3, 9, 11):
         positions = np.where(np.arange(len(POSITIONS)) == seq, POSITIONS, -1).astype(np.int32)
@@ -153,7 +162,7 @@ def test_a_sequence_gets_the_same_bits_whatever_shares_its_batch():
 
 
 def test_the_same_batch_twice_gives_the_same_bits():
-    inputs = inputs_of(4, 128, "bfloat16", 16, None)
+    inputs = inputs_of(*KERNEL_CASES["group_4_head_dim_128"])
     for a, b in zip(run_kernel(inputs, RANGES), run_kernel(inputs, RANGES), strict=True):
         np.testing.assert_array_equal(bits(a), bits(b))
 
