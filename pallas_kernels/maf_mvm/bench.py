@@ -62,6 +62,8 @@ class Op:
       segments: segments over `slots`.
       projection: base projection; None for a column that computes "lora" only.
       dense_layer: the adapters of this layer; None unless the column's storage is "layers".
+      place: number of the op in its iteration of the timed loop, below UNROLL.
+      scratch: what the column's `scratch` made, as the op before left it.
     """
 
     x: Float[Array, "batch in_features"]
@@ -73,6 +75,8 @@ class Op:
     composites: baselines.Composites
     projection: Float[Array, "in_features out_features"] | None
     dense_layer: baselines.DenseLayer | None
+    place: int
+    scratch: Any
 
 
 @pytree_dataclass
@@ -99,16 +103,18 @@ class Column:
     """One competitor.
 
     Attributes:
-      run: the op's output, [batch, out_features].
+      run: gives the op's output, [batch, out_features]; and its scratch, if the column has any.
       storage: how it wants the adapters.
       unroll: ops of one iteration of the timed loop.
       computes: "lora" (onto the base given), "projection" (the base alone) or "site" (both).
+      scratch: makes arrays that one iteration's ops hand on, such as the counters of a fused op.
     """
 
-    run: Callable[[Op], Array]
+    run: Callable[[Op], Any]
     storage: Storage = "slots"
     unroll: int = UNROLL
     computes: Literal["lora", "projection", "site"] = "lora"
+    scratch: Callable[[], Any] | None = None
 
 
 def kernel_columns(implementations: Sequence[Implementation], sgmv: Implementation) -> dict[str, Column]:
@@ -405,14 +411,14 @@ def inputs_of(column: Column, site: Site, batch: Batch) -> Inputs:
 def chain(column: Column, num_rounds: int, inputs: Inputs) -> tuple[Array, Array]:
     """Outputs of the first op and of the last; each op waits for the one before, whose output is its base."""
 
-    def op(place: int, layer: Array, base: Array) -> Array:
+    def op(place: int, layer: Array, base: Array, scratch: Any) -> tuple[Array, Any]:
         # XLA would move what does not depend on the base out of the loop, or merge it for several ops.
         x, base, layer = lax.optimization_barrier((inputs.x, base, layer))
         if column.computes != "lora":
             x = x + base[:, :1] * jnp.zeros(
                 (), base.dtype
             )  # nothing reads the base: a small kernel makes x wait for it
-        return column.run(
+        result = column.run(
             Op(
                 x=x,
                 base=base,
@@ -423,18 +429,25 @@ def chain(column: Column, num_rounds: int, inputs: Inputs) -> tuple[Array, Array
                 composites=inputs.composites,
                 projection=inputs.projections[place % len(inputs.projections)] if inputs.projections else None,
                 dense_layer=inputs.dense_layers[place] if inputs.dense_layers else None,
+                place=place,
+                scratch=scratch,
             )
         )
+        return result if column.scratch else (result, None)
+
+    def new_scratch() -> Any:
+        return column.scratch() if column.scratch else None
 
     def ops(layer: Array, y: Array) -> Array:
+        scratch = new_scratch()
         for place in range(column.unroll):
-            y = op(place, layer, y)
+            y, scratch = op(place, layer, y, scratch)
         return y
 
     def walk(_: Array, y: Array) -> Array:
         return lax.fori_loop(jnp.int32(0), jnp.int32(inputs.num_layers), ops, y)
 
-    first = op(0, jnp.int32(0), inputs.base)
+    first, _ = op(0, jnp.int32(0), inputs.base, new_scratch())
     return first, lax.fori_loop(0, num_rounds, walk, first)
 
 
