@@ -190,6 +190,29 @@ def _attend(
     out_mask = _row_mask(rows < q_per_kv, lanes, head_dim)
     out_index = seq, (first_row + rows)[:, None] * head_dim + lanes[None, :]
 
+    def load_heads(index: Array, mask: Array | None = None) -> Array:
+        """The sum of qkv's partial sums as the projection would have rounded it, in float32."""
+        other = None if mask is None else 0.0
+        parts = [
+            plt.load(qkv_ref.at[partial, seq, index], mask=mask, other=other).astype(jnp.float32)
+            for partial in range(qkv_ref.shape[0])
+        ]
+        return functools.reduce(jnp.add, parts).astype(dtype).astype(jnp.float32)
+
+    # Each lane's other half is loaded a second time: turning needs no exchange between threads. None of these loads
+    # waits for the position, so that it and they are in flight together.
+    half_dim = head_dim // 2
+    partners = lax.rem(columns + half_dim, jnp.int32(head_dim))
+    angles = lax.rem(columns, jnp.int32(half_dim))
+    q_mask = jnp.broadcast_to((rows < q_per_kv)[:, None], out_mask.shape)
+    q_start = (first_row + rows)[:, None] * head_dim
+    k_start = (num_kv_heads * q_per_kv + kv_head) * head_dim
+    q_own = load_heads(q_start + columns[None, :], q_mask)
+    q_partner = load_heads(q_start + partners[None, :], q_mask)
+    k_own, k_partner = load_heads(k_start + columns), load_heads(k_start + partners)
+    v = load_heads(k_start + num_kv_heads * head_dim + columns)
+    cos, sin = plt.load(cos_ref.at[seq, angles]), plt.load(sin_ref.at[seq, angles])
+
     @pl.when((position < 0) & (split == 0))
     def _clear_unused() -> None:
         plt.store(out_ref.at[out_index], jnp.zeros(out_mask.shape, dtype), mask=out_mask)
@@ -205,36 +228,14 @@ def _attend(
             slots = _cached_slots(chunk, chunk_tokens, position)
             return plt.load(block_tables_ref.at[seq, lax.div(slots, jnp.int32(block_size))])
 
-        # What needs nothing but the position is asked for before anything is waited for.
         first = split * chunks_per_split
         last = jnp.minimum(first + chunks_per_split, num_chunks)
         blocks = load_blocks(first)
         new_block = block_tables_ref[seq, lax.div(position, jnp.int32(block_size))]
 
-        def load_heads(index: Array, mask: Array | None = None) -> Array:
-            """The sum of qkv's partial sums as the projection would have rounded it, in float32."""
-            other = None if mask is None else 0.0
-            parts = [
-                plt.load(qkv_ref.at[partial, seq, index], mask=mask, other=other).astype(jnp.float32)
-                for partial in range(qkv_ref.shape[0])
-            ]
-            return functools.reduce(jnp.add, parts).astype(dtype).astype(jnp.float32)
-
-        # Each lane's other half is loaded a second time: turning needs no exchange between threads.
-        half_dim = head_dim // 2
-        partners = lax.rem(columns + half_dim, jnp.int32(head_dim))
-        angles = lax.rem(columns, jnp.int32(half_dim))
-        q_mask = jnp.broadcast_to((rows < q_per_kv)[:, None], out_mask.shape)
-        q_start = (first_row + rows)[:, None] * head_dim
-        k_start = (num_kv_heads * q_per_kv + kv_head) * head_dim
-        q = load_heads(q_start + columns[None, :], q_mask)
-        q_partner = load_heads(q_start + partners[None, :], q_mask)
-        k, k_partner = load_heads(k_start + columns), load_heads(k_start + partners)
-        v = load_heads(k_start + num_kv_heads * head_dim + columns)
-        cos, sin = plt.load(cos_ref.at[seq, angles]), plt.load(sin_ref.at[seq, angles])
-        sin = jnp.where(columns < half_dim, -sin, sin)
-        q = (q * cos[None, :] + q_partner * sin[None, :]).astype(dtype)
-        k = (k * cos + k_partner * sin).astype(dtype)
+        signed_sin = jnp.where(columns < half_dim, -sin, sin)
+        q = (q_own * cos[None, :] + q_partner * signed_sin[None, :]).astype(dtype)
+        k = (k_own * cos + k_partner * signed_sin).astype(dtype)
         if is_padded:
             q = jnp.where((lanes < head_dim)[None, :], q, jnp.zeros_like(q))
 
