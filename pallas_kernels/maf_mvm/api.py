@@ -1,6 +1,6 @@
 """The public op: checks shapes, picks an implementation, calls it."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from pallas_kernels.segments import Segments
 
 __all__ = ["Implementation", "ProjectionSlots", "maf_mvm"]
 
-Implementation = Literal["reference", "dense", "loop", "pallas_triton"]
+Implementation = Literal["reference", "dense", "loop", "pallas_triton", "jax_triton"]
 
 
 def maf_mvm(
@@ -40,8 +40,9 @@ def maf_mvm(
       segments: Pairs sorted by slot, one list of slots for each tile of tokens.
       base: [num_tokens, out_features] output of the base projections, in the dtype of x or float32.
       layer: Layer of `slots` to use, a Python int or an int32 scalar; a traced one is not checked.
-      implementation: "reference", "dense", "loop" or "pallas_triton" (interpreted on a CPU). None picks "loop" on a
-        CPU; elsewhere "pallas_triton", or "dense" for shapes that it does not support.
+      implementation: "reference", "dense", "loop", "pallas_triton" (interpreted on a CPU) or "jax_triton" (GPU only,
+        optional packages). None picks "loop" on a CPU; elsewhere the first of "pallas_triton", "jax_triton" and "dense"
+        that is there and supports the shapes.
 
     Returns:
       [num_tokens, out_features] in the dtype of x, accumulated in float32.
@@ -49,7 +50,7 @@ def maf_mvm(
     Raises:
       ValueError: If shapes disagree, or a Python `layer` is out of range.
       TypeError: If a dtype is not supported.
-      NotImplementedError: If the named implementation does not support the shapes.
+      NotImplementedError: If the named implementation does not support the shapes or cannot be used here.
     """
     static_validate(x, slots, segments, base, layer)
     layer = jnp.asarray(layer, jnp.int32)
@@ -57,10 +58,12 @@ def maf_mvm(
         return _run(implementation, x, slots, segments, base, layer)
     if jax.default_backend() == "cpu":
         return _run("loop", x, slots, segments, base, layer)
-    try:
-        return _run("pallas_triton", x, slots, segments, base, layer)
-    except NotImplementedError:
-        return _run("dense", x, slots, segments, base, layer)
+    for kernel in ("pallas_triton", "jax_triton"):
+        try:
+            return _run(kernel, x, slots, segments, base, layer)
+        except NotImplementedError:
+            continue
+    return _run("dense", x, slots, segments, base, layer)
 
 
 def _run(
@@ -82,7 +85,10 @@ def _run(
             from pallas_kernels.maf_mvm import pallas_triton  # the GPU backend is imported where it is used only
 
             return pallas_triton.maf_mvm(x, slots, segments, base, layer)
+        case "jax_triton":
+            from pallas_kernels.maf_mvm import jax_triton  # raises NotImplementedError where Triton cannot be used
+
+            return jax_triton.maf_mvm(x, slots, segments, base, layer)
         case _:
-            raise ValueError(
-                f"implementation {implementation!r} is unknown; expected 'reference', 'dense', 'loop', 'pallas_triton'"
-            )
+            known = ", ".join(repr(name) for name in get_args(Implementation))
+            raise ValueError(f"implementation {implementation!r} is unknown; expected one of {known}")
