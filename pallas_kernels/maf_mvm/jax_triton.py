@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import itertools
+import types
 import typing
 from typing import Any
 
@@ -35,6 +36,10 @@ import triton
 import triton.language as tl
 
 _MAX_PROJECTIONS = 3
+
+# PTX 8.6, which CUDA 12.7 reads: a newer Triton writes for its own assembler, which XLA's may be older than. Fusion is
+# said outright because its default changes with Triton 3.10.
+_BACKEND_OPTIONS = types.MappingProxyType({"ptx_version": 86, "enable_fp_fusion": True})
 
 
 def maf_mvm(
@@ -176,8 +181,7 @@ def launch(*args: Array, kernel: Any, **kwargs: Any) -> Any:
     """One kernel launch; keywords as of `jax_triton.triton_call`."""
     if jax.default_backend() == "cpu":
         raise NotImplementedError("Triton kernels need a GPU; on a CPU use 'loop', or 'pallas_triton' interpreted")
-    # Said outright, since Triton's default for it changes with 3.10.
-    return _jax_triton().triton_call(*args, kernel=kernel, backend_options={"enable_fp_fusion": True}, **kwargs)
+    return _jax_triton().triton_call(*args, kernel=kernel, backend_options=_BACKEND_OPTIONS, **kwargs)
 
 
 @functools.cache
