@@ -1,5 +1,6 @@
 """The laws of the design, each by a test that fails if it is broken. (What is refused at load: tests/loading.)"""
 
+import threading
 from typing import Any
 
 import jax
@@ -258,6 +259,9 @@ def test_law_6_nothing_compiles_after_the_start(engine: Engine, whole_engine: En
             add_greedy_and_sampled(engine, i, mix)
         run_to_end(engine)
         assert compiles == []
+        (other := threading.Thread(target=lambda: jax.jit(lambda x: x - len(compiles))(np.float32(1)))).start()
+        other.join()
+        assert compiles == [], "another thread's doing"
         jax.jit(lambda x: x + len(compiles))(np.float32(1))
         assert compiles, "the listener hears nothing"
 
