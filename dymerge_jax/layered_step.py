@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from dymerge_jax.attention import AttentionContext
 from dymerge_jax.kv_cache import KVCache, LayerKV
-from dymerge_jax.model import Implementations, Llama, LlamaLayer, MixContext, SplitModel
+from dymerge_jax.model import Implementations, Llama, LlamaLayer, MixContext, SplitModel, Stream
 from dymerge_jax.step import (
     ModelStructure,
     StepContext,
@@ -41,39 +41,39 @@ def _before_layers(
     num_seqs: int,
     num_blocks: int,
     block_size: int,
-) -> tuple[Float[Array, "num_tokens hidden"], StepContext]:
+) -> tuple[Stream, StepContext]:
     model = structure.merge(weights)
     inputs = tables.inputs(unpack_batch(batch, num_seqs)[0], last_tokens)
     context = step_context(model.config, inputs, num_blocks=num_blocks, block_size=block_size)
     return model.embedded(context.tokens), context
 
 
-@functools.partial(jax.jit, static_argnames=("structure", "implementations"), donate_argnames=("x", "kv"))
+@functools.partial(jax.jit, static_argnames=("structure", "implementations"), donate_argnames=("stream", "kv"))
 def _layer(
     structure: ModelStructure[LlamaLayer],
     weights: Weights,
     layer: Int[Array, ""],
-    x: Float[Array, "num_tokens hidden"],
+    stream: Stream,
     kv: LayerKV,
     attention: AttentionContext,
     mix: MixContext,
     implementations: Implementations,
-) -> tuple[Float[Array, "num_tokens hidden"], LayerKV]:
-    return structure.merge(weights)(x, kv, attention, mix, implementations, layer)
+) -> tuple[Stream, LayerKV]:
+    return structure.merge(weights)(stream, kv, attention, mix, implementations, layer)
 
 
 @functools.partial(jax.jit, static_argnames=("structure", "num_seqs"), donate_argnames="last_tokens")
 def _after_layers(
     structure: ModelStructure[Llama],
     weights: Weights,
-    x: Float[Array, "num_tokens hidden"],
+    stream: Stream,
     last_tokens: Int[Array, " num_rows"],
     batch: Int[Array, " packed_len"],
     *,
     num_seqs: int,
 ) -> tuple[Float[Array, "num_seqs vocab"], Int[Array, " num_seqs"], Int[Array, " num_rows"]]:
     model = structure.merge(weights)
-    return finish_step(model, model.normed(x), last_tokens, *unpack_batch(batch, num_seqs))
+    return finish_step(model, model.normed(stream), last_tokens, *unpack_batch(batch, num_seqs))
 
 
 class LayeredStep:
@@ -112,18 +112,18 @@ class LayeredStep:
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
         )
-        x, context = before.out_info
+        stream, context = before.out_info
         self._before = before.compile()
         self._layer = _layer.lower(
             layer_structure,
             *self._layers[0],
-            x,
+            stream,
             cache.layers[0],
             context.attention,
             context.mix(tables.slots, tables.gates),
             implementations=implementations,
         ).compile()
-        self._after = _after_layers.lower(structure, weights, x, last_tokens, batch, num_seqs=num_seqs).compile()
+        self._after = _after_layers.lower(structure, weights, stream, last_tokens, batch, num_seqs=num_seqs).compile()
 
     def __call__(
         self,
@@ -134,11 +134,11 @@ class LayeredStep:
         batch: Int[Array | np.ndarray, " packed_len"],
     ) -> StepResult:
         """Logits and greedy tokens; cache and last_tokens are donated."""
-        x, context = self._before(weights, last_tokens, tables, batch)
+        stream, context = self._before(weights, last_tokens, tables, batch)
         mixes = context.mix(tables.slots, tables.gates)
         layers_kv = []
         for layer, kv in zip(self._layers, cache.layers, strict=True):
-            x, kv = self._layer(*layer, x, kv, context.attention, mixes)
+            stream, kv = self._layer(*layer, stream, kv, context.attention, mixes)
             layers_kv.append(kv)
-        logits, tokens, last_tokens = self._after(weights, x, last_tokens, batch)
+        logits, tokens, last_tokens = self._after(weights, stream, last_tokens, batch)
         return StepResult(logits, tokens, last_tokens, KVCache(layers=tuple(layers_kv)))

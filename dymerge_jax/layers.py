@@ -1,4 +1,4 @@
-"""The stateless pieces of a layer: matrix product, RMSNorm, rotary embedding, SwiGLU."""
+"""The stateless pieces of the model: matrix product and rotary embedding."""
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +20,6 @@ def matmul(
     return jax.lax.dot_general(
         x, w, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=out_dtype or x.dtype
     )
-
-
-def rms_norm(
-    x: Float[Array, "num_tokens hidden"], weight: Float[Array, " hidden"], eps: float
-) -> Float[Array, "num_tokens hidden"]:
-    """x / sqrt(mean(x^2) + eps) in float32, rounded to the dtype of x, times weight."""
-    xf = x.astype(jnp.float32)
-    normed = xf * jax.lax.rsqrt(jnp.mean(xf * xf, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * weight[None, :]
-
-
-def swiglu(gate_up: Float[Array, "num_tokens gate_up_width"]) -> Float[Array, "num_tokens ffn"]:
-    """silu(gate) * up of the two halves, in float32."""
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
 
 
 def rope_frequencies(head_dim: int, rope: RopeConfig) -> Float[np.ndarray, " half_dim"]:

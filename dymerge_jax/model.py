@@ -19,13 +19,17 @@ from dymerge_jax.attention import AttentionContext, attend
 from dymerge_jax.config import LlamaConfig
 from dymerge_jax.gating import GateArray, GatedTokens, gated_columns, layer_weights
 from dymerge_jax.kv_cache import KVCache, LayerKV
-from dymerge_jax.layers import matmul, rms_norm, swiglu
+from dymerge_jax.layers import matmul
 from dymerge_jax.lora import SlotArray
-from pallas_kernels.maf_mvm import maf_mvm
+from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.lora_linear import Implementation as LinearImplementation
+from pallas_kernels.lora_linear import lora_linear, lora_swiglu, new_arrivals
 from pallas_kernels.maf_mvm.api import Implementation as MafImplementation
 from pallas_kernels.paged_attention.api import Implementation as AttentionImplementation
 from pallas_kernels.pytree import pytree_dataclass
 from pallas_kernels.segments import Segments
+
+_GROUPS = ("qkv", "o", "gate_up", "down")
 
 Params = dict[str, Any]
 """Nested plain dict of the model's arrays: embed, layers (by int) of input_norm, qkv, o, post_attention_norm, gate_up
@@ -34,10 +38,37 @@ and down, final_norm, and lm_head unless tied. Matrices are [in_features, out_fe
 
 @dataclasses.dataclass(frozen=True)
 class Implementations:
-    """Which implementation of each op a step is compiled with; None lets the op pick by backend and shape."""
+    """Which implementation of each op a step is compiled with; None lets the op pick by backend and shape.
+
+    Attributes:
+      maf_mvm: named, it is what the linear layers call after their GEMM, unless `lora_linear` is named too.
+      paged_attention: of attention.
+      lora_linear: of a linear layer with its adapters.
+    """
 
     maf_mvm: MafImplementation | None = None
     paged_attention: AttentionImplementation | None = None
+    lora_linear: LinearImplementation | None = None
+
+    @property
+    def linear(self) -> LinearImplementation | None:
+        """What `lora_linear` is called with."""
+        return "separate" if self.lora_linear is None and self.maf_mvm is not None else self.lora_linear
+
+
+@pytree_dataclass
+class Stream:
+    """What goes from layer to layer, besides the cache.
+
+    Attributes:
+      x: [num_tokens, hidden] residual stream, without the last layer's output.
+      delta: [num_partials, num_tokens, hidden] partial sums of that output: the next norm adds them up on the way.
+      arrivals: counters of the launches, see `pallas_kernels.lora_linear`; each layer has a row for each group.
+    """
+
+    x: Float[Array, "num_tokens hidden"]
+    delta: Float[Array, "num_partials num_tokens hidden"]
+    arrivals: Int[Array, "num_sites cells"]
 
 
 @pytree_dataclass
@@ -78,40 +109,53 @@ class LlamaLayer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "num_tokens hidden"],
+        stream: Stream,
         kv: LayerKV,
         context: AttentionContext,
         mix: MixContext,
         implementations: Implementations,
         layer: int | Int[Array, ""],
-    ) -> tuple[Float[Array, "num_tokens hidden"], LayerKV]:
-        eps = self.config.rms_norm_eps
-        h = rms_norm(x, self.input_norm[...], eps)
+    ) -> tuple[Stream, LayerKV]:
+        x, h = self._normed(stream.x, stream.delta, self.input_norm)
+        arrivals = stream.arrivals
         per_layer = None
         if mix.gates is not None and mix.tokens is not None:
             with jax.named_scope("gate"):
                 per_layer = layer_weights(mix.gates, mix.tokens, layer, h)
 
-        def project(name: str, x: Float[Array, "num_tokens in_features"]) -> Float[Array, "num_tokens out_features"]:
+        def project(name: str, x: Float[Array, "num_tokens in_features"]) -> Array:
+            nonlocal arrivals
+            op = lora_swiglu if name == "gate_up" else lora_linear
             with jax.named_scope(name):
-                base = matmul(x, getattr(self, name)[...])
-                segments = self._segments(name, x, mix, per_layer, layer)
-                return maf_mvm(
+                y, arrivals = op(
                     x,
+                    getattr(self, name)[...],
                     mix.slots.groups[name],
-                    segments,
-                    base,
+                    self._segments(name, x, mix, per_layer, layer),
+                    arrivals,
                     layer=layer,
-                    implementation=implementations.maf_mvm,
+                    site=len(_GROUPS) * layer + _GROUPS.index(name),
+                    implementation=implementations.linear,
+                    maf_implementation=implementations.maf_mvm,
                 )
+            return y
 
         with jax.named_scope("attention"):
             attended, kv = attend(project("qkv", h), kv, context, self.config, implementations.paged_attention)
-            x = x + project("o", attended)
+            o = project("o", attended)
         with jax.named_scope("mlp"):
-            h = rms_norm(x, self.post_attention_norm[...], eps)
-            x = x + project("down", swiglu(project("gate_up", h)))
-        return x, kv
+            x, h = self._normed(x, o, self.post_attention_norm)
+            delta = project("down", project("gate_up", h))
+        return Stream(x, delta, arrivals), kv
+
+    def _normed(
+        self,
+        x: Float[Array, "num_tokens hidden"],
+        delta: Float[Array, "num_partials num_tokens hidden"],
+        weight: nnx.Param,
+    ) -> tuple[Float[Array, "num_tokens hidden"], Float[Array, "num_tokens hidden"]]:
+        with jax.named_scope("norm"):
+            return add_rms_norm(x, delta, weight[...], eps=self.config.rms_norm_eps)
 
     def _segments(
         self,
@@ -170,21 +214,23 @@ class Llama(nnx.Module):
         Returns:
           [num_tokens, hidden] hidden states after the final norm, and the cache with these tokens in it.
         """
-        x = self.embedded(tokens)
+        stream = self.embedded(tokens)
         layers_kv = []
         for i, (layer, kv) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            x, kv = layer(x, kv, context, mix, implementations, i)
+            stream, kv = layer(stream, kv, context, mix, implementations, i)
             layers_kv.append(kv)
-        return self.normed(x), KVCache(layers=tuple(layers_kv))
+        return self.normed(stream), KVCache(layers=tuple(layers_kv))
 
-    def embedded(self, tokens: Int[Array, " num_tokens"]) -> Float[Array, "num_tokens hidden"]:
+    def embedded(self, tokens: Int[Array, " num_tokens"]) -> Stream:
         """What the first layer takes."""
         with jax.named_scope("embed"):
-            return self.embed[...][tokens]
+            x = self.embed[...][tokens]
+        return Stream(x, jnp.zeros_like(x)[None], new_arrivals(len(_GROUPS) * self.config.num_layers))
 
-    def normed(self, x: Float[Array, "num_tokens hidden"]) -> Float[Array, "num_tokens hidden"]:
+    def normed(self, stream: Stream) -> Float[Array, "num_tokens hidden"]:
         """The final norm of what the last layer gives."""
-        return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps)
+        with jax.named_scope("norm"):
+            return add_rms_norm(stream.x, stream.delta, self.final_norm[...], eps=self.config.rms_norm_eps)[1]
 
     def logits(self, hidden: Float[Array, "num_rows hidden"]) -> Float[Array, "num_rows vocab"]:
         """Scores of every token id, float32."""

@@ -84,7 +84,8 @@ def test_a_step_program_compiles_and_updates_the_cache_in_place(h200, size, dtyp
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < smallest_bytes, "an array of slots or blocks is copied"
     kernels = compiled.as_text()
-    assert "maf_" in kernels, "maf_mvm's own kernel is not in the program"
+    own = "lora_linear" if num_tokens <= 64 and dtype == jnp.bfloat16 else "maf_"
+    assert own in kernels, f"{own}: our kernel is not in the program"
     assert "paged_attention" in kernels, "paged_attention's own kernel is not in the program"
 
 

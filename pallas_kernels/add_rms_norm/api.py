@@ -1,0 +1,65 @@
+"""The public op: checks shapes, picks an implementation, calls it."""
+
+from typing import Literal
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels.add_rms_norm import reference
+
+Implementation = Literal["reference", "pallas_triton"]
+
+# More rows than this fill the chip by elements, which XLA's own fusions do well.
+_MAX_KERNEL_TOKENS = 256
+
+
+def add_rms_norm(
+    x: Float[Array, "num_tokens hidden"],
+    delta: Float[Array, "num_partials num_tokens hidden"],
+    weight: Float[Array, " hidden"],
+    *,
+    eps: float,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "num_tokens hidden"], Float[Array, "num_tokens hidden"]]:
+    """Adds partial sums to the residual stream and normalises the result.
+
+    Semantics: y = sum over p of delta[p], in float32 and in order, rounded to the dtype of x; r = x + y, rounded;
+    n = r / sqrt(mean(r^2) + eps) in float32, rounded, times weight.
+
+    Args:
+      x: [num_tokens, hidden] residual stream, bfloat16 or float32.
+      delta: [num_partials, num_tokens, hidden] in the dtype of x or float32.
+      weight: [hidden] in the dtype of x.
+      eps: added to the mean square.
+      implementation: "reference" (which XLA compiles well for many tokens) or "pallas_triton"; None picks.
+
+    Returns:
+      r and n, both [num_tokens, hidden] in the dtype of x.
+
+    Raises:
+      ValueError: If shapes disagree.
+      TypeError: If dtypes do.
+    """
+    if delta.ndim != 3 or delta.shape[1:] != x.shape or weight.shape != x.shape[1:]:
+        raise ValueError(
+            f"x has shape {x.shape}, delta {delta.shape} and weight {weight.shape}; expected [num_tokens, hidden], "
+            "[num_partials, num_tokens, hidden] and [hidden]"
+        )
+    if weight.dtype != x.dtype or delta.dtype not in (x.dtype, "float32"):
+        raise TypeError(
+            f"x is {x.dtype}, delta {delta.dtype} and weight {weight.dtype}; expected one dtype, or delta in float32"
+        )
+    match implementation or _pick(x):
+        case "reference":
+            return reference.add_rms_norm(x, delta, weight, eps)
+        case "pallas_triton":
+            from pallas_kernels.add_rms_norm import pallas_triton  # the GPU backend is imported where it is used only
+
+            return pallas_triton.add_rms_norm(x, delta, weight, eps)
+        case unknown:
+            raise ValueError(f"implementation {unknown!r} is unknown; expected 'reference' or 'pallas_triton'")
+
+
+def _pick(x: Array) -> Implementation:
+    is_kernel = jax.default_backend() == "gpu" and x.shape[0] <= _MAX_KERNEL_TOKENS
+    return "pallas_triton" if is_kernel else "reference"

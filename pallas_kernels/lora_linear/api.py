@@ -1,0 +1,128 @@
+"""The public ops: check shapes, pick an implementation, call it."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.lora_linear import reference, separate
+from pallas_kernels.lora_linear.checks import static_validate
+from pallas_kernels.maf_mvm.slots import ProjectionSlots
+from pallas_kernels.segments import Segments
+
+Implementation = Literal["reference", "separate", "pallas_triton"]
+
+
+def lora_linear(
+    x: Float[Array, "num_tokens in_features"],
+    w: Float[Array, "in_features out_features"],
+    slots: ProjectionSlots,
+    segments: Segments,
+    arrivals: Int[Array, "num_sites cells"],
+    *,
+    layer: int | Array,
+    site: int | Array,
+    implementation: Implementation | None = None,
+    maf_implementation: str | None = None,
+) -> tuple[Float[Array, "num_partials num_tokens out_features"], Int[Array, "num_sites cells"]]:
+    """The base product plus the weighted outputs of each token's slots, as partial sums.
+
+    Semantics: y[t] = x[t] @ w + maf_mvm(x, slots, segments, 0)[t], see `pallas_kernels.maf_mvm`. The consumer of y adds
+    the partial sums up, in float32 and in order, and rounds to the dtype of x: an addition that it gets for nothing.
+
+    Args:
+      x: [num_tokens, in_features] activations, bfloat16 or float32.
+      w: [in_features, out_features] base weights of the group's projections, side by side, in the dtype of x.
+      slots: A, B and scale of this group of projections by layer and slot, in the dtype of x.
+      segments: pairs sorted by slot.
+      arrivals: from `new_arrivals`, handed on by every call of the step; donated where the step is one program.
+      layer: layer of `slots`, a Python int or an int32 scalar.
+      site: which cell of `arrivals` is this call's own; no other call of the step may use it.
+      implementation: "reference", "separate" (the library's GEMM, then `maf_mvm`) or "pallas_triton" (one launch).
+        None picks "pallas_triton" on a GPU for shapes that it supports, else "separate".
+      maf_implementation: of `maf_mvm` where it is called.
+
+    Returns:
+      [num_partials, num_tokens, out_features]: several in float32, or one in the dtype of x. And `arrivals` for the
+      next call.
+
+    Raises:
+      ValueError: If shapes disagree, or a Python `layer` is out of range.
+      TypeError: If a dtype is not supported.
+      NotImplementedError: If the named implementation does not support the shapes.
+    """
+    static_validate(x, w, slots, segments, layer)
+    layer, site = jnp.asarray(layer, jnp.int32), jnp.asarray(site, jnp.int32)
+    match implementation or _pick():
+        case "reference":
+            return reference.lora_linear(x, w, slots, segments, layer)[None], arrivals
+        case "separate":
+            y = separate.lora_linear(x, w, slots, segments, layer, maf_implementation=maf_implementation)
+            return y[None], arrivals
+        case "pallas_triton":
+            from pallas_kernels.lora_linear import pallas_triton  # the GPU backend is imported where it is used only
+
+            try:
+                return pallas_triton.lora_linear(x, w, slots, segments, arrivals, layer, site)
+            except NotImplementedError:
+                if implementation is not None:
+                    raise
+            y = separate.lora_linear(x, w, slots, segments, layer, maf_implementation=maf_implementation)
+            return y[None], arrivals
+        case unknown:
+            raise _unknown(unknown)
+
+
+def lora_swiglu(
+    x: Float[Array, "num_tokens in_features"],
+    w: Float[Array, "in_features two_ffn"],
+    slots: ProjectionSlots,
+    segments: Segments,
+    arrivals: Int[Array, "num_sites cells"],
+    *,
+    layer: int | Array,
+    site: int | Array,
+    implementation: Implementation | None = None,
+    maf_implementation: str | None = None,
+) -> tuple[Float[Array, "num_tokens ffn"], Int[Array, "num_sites cells"]]:
+    """silu(gate) * up of the two halves of `lora_linear`'s y, each rounded to the dtype of x first.
+
+    Args and errors: as for `lora_linear`; `slots` has two projections of equal width, gate and up.
+
+    Returns:
+      [num_tokens, ffn] in the dtype of x, and `arrivals` for the next call.
+    """
+    static_validate(x, w, slots, segments, layer)
+    if len(set(slots.widths)) != 1 or slots.num_projections != 2:
+        raise ValueError(f"slots has projections of widths {slots.widths}; expected two of equal width, gate and up")
+    layer, site = jnp.asarray(layer, jnp.int32), jnp.asarray(site, jnp.int32)
+    match implementation or _pick():
+        case "reference":
+            return separate.swiglu(reference.lora_linear(x, w, slots, segments, layer)), arrivals
+        case "separate":
+            y = separate.lora_linear(x, w, slots, segments, layer, maf_implementation=maf_implementation)
+            return separate.swiglu(y), arrivals
+        case "pallas_triton":
+            from pallas_kernels.lora_linear import pallas_triton
+
+            try:
+                return pallas_triton.lora_swiglu(x, w, slots, segments, arrivals, layer, site)
+            except NotImplementedError:
+                if implementation is not None:
+                    raise
+            y = separate.lora_linear(x, w, slots, segments, layer, maf_implementation=maf_implementation)
+            return separate.swiglu(y), arrivals
+        case unknown:
+            raise _unknown(unknown)
+
+
+def _pick() -> Implementation:
+    # In interpret mode on a CPU the kernel runs element by element: "separate" is what a CPU is good at.
+    return "separate" if jax.default_backend() == "cpu" else "pallas_triton"
+
+
+def _unknown(implementation: str) -> ValueError:
+    return ValueError(
+        f"implementation {implementation!r} is unknown; expected 'reference', 'separate' or 'pallas_triton'"
+    )

@@ -1,0 +1,151 @@
+"""Block sizes of the one-launch kernel: measured choices from a table, and the rule for shapes that are not in it."""
+
+import dataclasses
+import functools
+import json
+from importlib import resources
+from typing import Any
+
+MIN_DOT_SIZE = 16  # the tensor cores' smallest tile side
+MAX_TOKENS = 64  # more tokens want the library's GEMM: weights are then no longer what takes the time
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfig:
+    """Block sizes of the Triton kernel; all are powers of two but the splits.
+
+    Attributes:
+      columns: output features of one main program (of each half, with SwiGLU); divides every projection's width.
+      depth: input features of one step of the main loop.
+      splits: main programs that share the input features of one block of columns: partial sums of the output.
+      tail_rows: rank rows of one step of a main program's LoRA tail.
+      shrink_rows: rank rows of one shrink program.
+      shrink_columns: input features of one load of a shrink program.
+      shrink_splits: shrink programs that share the input features of one block of rank rows.
+      shrink_programs: at most that many; each does several blocks in turn where there are more. Programs that find
+        nothing to do are not free.
+      shrink_unroll: independent accumulators of a shrink program; its loop is bound by the latency of the dots.
+      num_stages: software pipelining depth.
+      num_warps: warps of a program.
+    """
+
+    columns: int
+    depth: int
+    splits: int
+    tail_rows: int
+    shrink_rows: int
+    shrink_columns: int
+    shrink_splits: int
+    shrink_programs: int
+    shrink_unroll: int
+    num_stages: int
+    num_warps: int
+
+    def padded_rows(self, num_rows: int) -> int:
+        """Rank rows of one projection, rounded up so that no block of rows reaches into the next projection."""
+        block = max(self.shrink_rows, self.tail_rows)
+        return -(-num_rows // block) * block
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What a configuration is picked by.
+
+    Attributes:
+      num_tokens: tokens of the step, a power of two from 16 to MAX_TOKENS after padding.
+      num_rows: rank rows of one projection over all slots.
+      in_features: of the group.
+      widths: out_features of its projections.
+      is_swiglu: gate and up in one program.
+    """
+
+    num_tokens: int
+    num_rows: int
+    in_features: int
+    widths: tuple[int, ...]
+    is_swiglu: bool
+
+    @property
+    def key(self) -> str:
+        """Of the table of measured choices; the number of slots does not matter to them."""
+        kind = "swiglu" if self.is_swiglu else "linear"
+        return f"{kind} {self.in_features}->{'+'.join(map(str, self.widths))} tokens {self.num_tokens}"
+
+
+def pick_config(problem: Problem) -> KernelConfig:
+    """The measured choice for one problem, or a rule's.
+
+    Raises:
+      NotImplementedError: If the kernel does not support the shapes.
+    """
+    check_supported(problem)
+    measured = _measured().get(problem.key)
+    config = KernelConfig(**measured) if measured else _by_rule(problem)
+    num_rows = max(problem.num_rows, MIN_DOT_SIZE)
+    return dataclasses.replace(
+        config,
+        tail_rows=min(config.tail_rows, _next_power_of_two(num_rows)),
+        shrink_rows=min(config.shrink_rows, _next_power_of_two(num_rows)),
+    )
+
+
+def check_supported(problem: Problem) -> None:
+    """Raises NotImplementedError for what the kernel does not support."""
+    p = problem
+    if p.num_tokens > MAX_TOKENS:
+        raise NotImplementedError(f"{p.num_tokens} tokens are not supported; at most {MAX_TOKENS} fit one launch")
+    for name, width in [("in_features", p.in_features), *(("width", width) for width in p.widths)]:
+        if _power_of_two_factor(width) < MIN_DOT_SIZE:
+            raise NotImplementedError(f"{name} {width} is not supported; it must be a multiple of {MIN_DOT_SIZE}")
+
+
+@functools.cache
+def _measured() -> dict[str, dict[str, Any]]:
+    """By `Problem.key`; made on an H200 by `python -m pallas_kernels.lora_linear.tune`."""
+    text = resources.files(__package__).joinpath("h200.json").read_text()
+    return json.loads(text)["configs"]
+
+
+def _by_rule(problem: Problem) -> KernelConfig:
+    p = problem
+    out_features = p.widths[0] if p.is_swiglu else sum(p.widths)
+    widest = min(_power_of_two_factor(width) for width in p.widths)
+    # Rows of W of 256 B; with SwiGLU a program streams two blocks of columns, and half as wide ones do.
+    columns = min(widest, 64 if p.is_swiglu else 128)
+    depth = min(_power_of_two_factor(p.in_features), 64)
+    # Two programs for each of an H200's 132 SMs, unless the loops of one become short.
+    splits = 1
+    while (
+        not p.is_swiglu
+        and out_features // columns * splits * 2 <= 264
+        and p.in_features % (splits * 2 * depth) == 0
+        and p.in_features // (splits * 2) >= 512
+    ):
+        splits *= 2
+    num_loads = p.in_features // depth
+    shrink_splits = _largest_divisor(num_loads, at_most=4)
+    return KernelConfig(
+        columns=columns,
+        depth=depth,
+        splits=splits,
+        tail_rows=64,
+        shrink_rows=16,
+        shrink_columns=depth,
+        shrink_splits=shrink_splits,
+        shrink_programs=132,
+        shrink_unroll=_largest_divisor(num_loads // shrink_splits, at_most=4),
+        num_stages=4 if p.num_tokens <= 32 else 3,
+        num_warps=4,
+    )
+
+
+def _next_power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _power_of_two_factor(n: int) -> int:
+    return n & -n
+
+
+def _largest_divisor(n: int, *, at_most: int) -> int:
+    return next(d for d in range(at_most, 0, -1) if n % d == 0)

@@ -1,0 +1,23 @@
+"""The float32 form: this file defines what the op means."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.maf_mvm import reference as maf_reference
+from pallas_kernels.maf_mvm.slots import ProjectionSlots
+from pallas_kernels.segments import Segments
+
+
+@jax.jit
+def lora_linear(
+    x: Float[Array, "num_tokens in_features"],
+    w: Float[Array, "in_features out_features"],
+    slots: ProjectionSlots,
+    segments: Segments,
+    layer: Int[Array, ""],
+) -> Float[Array, "num_tokens out_features"]:
+    """The base product in float32, and every token through every slot."""
+    base = jnp.dot(x.astype(jnp.float32), w.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    return maf_reference.maf_mvm(x, slots, segments, base, layer)
