@@ -20,6 +20,7 @@ The first op of the very program that is timed is checked against the float32 re
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
 import os
@@ -257,6 +258,8 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     # On a CPU the kernels run in interpret mode, which says nothing about their speed.
     is_cpu = jax.default_backend() == "cpu"
     ours = "loop" if is_cpu else "pallas_triton"
+    has_jax_triton = not is_cpu and importlib.util.find_spec("jax_triton") is not None
+    implementations = [ours, *(["jax_triton"] if has_jax_triton else [])]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--shape", choices=list(named_shapes()), default="tiny" if is_cpu else "llama-3-8b")
@@ -264,7 +267,7 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--mixes", nargs="+", choices=get_args(Mixes), default=["distinct"])
     add("--batch", nargs="+", type=int, default=[1, 8] if is_cpu else [1, 2, 4, 8, 16, 32, 64])
     add("--rank", nargs="+", type=int, default=[8] if is_cpu else [4, 8, 16, 32, 64])
-    add("--implementation", nargs="+", default=[ours], help="of maf_mvm; ratios are to the first of them")
+    add("--implementation", nargs="+", default=implementations, help="of maf_mvm; ratios are to the first")
     add("--sgmv", default=ours, help="implementation of maf_mvm that is the SGMV")
     add("--column", nargs="+", default=None, help="time these columns only")
     add("--site", action="store_true", help="also time the op together with its base projection")

@@ -17,6 +17,10 @@ pytestmark = [
     *([pytest.mark.gpu] if jax.default_backend() == "gpu" else []),
 ]
 each_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+each_mixes = pytest.mark.parametrize(
+    "mixes",
+    [pytest.param(mixes, marks=[] if mixes in ("uniform", "skewed") else pytest.mark.slow) for mixes in ALL_MIXES],
+)
 LAYER = jnp.int32(1)
 
 
@@ -38,7 +42,7 @@ def assert_matches_reference(actual: jax.Array, case: Case, dtype: Any) -> None:
 
 @pytest.mark.parametrize("baseline", [baselines.naive, baselines.bmm])
 @each_dtype
-@pytest.mark.parametrize("mixes", ALL_MIXES)
+@each_mixes
 def test_naive_and_bmm_match_the_reference(rng: np.random.Generator, baseline: Any, dtype: Any, mixes: Mixes) -> None:
     case = make_case(rng, Problem(dtype=dtype), mix_matrix(rng, mixes, 7, 6))
     y = baseline(case.x, case.slots, case.segments, case.base, active_adapters(case), LAYER)
@@ -60,7 +64,7 @@ def test_the_naive_loop_reaches_every_adapter_of_a_long_list(rng: np.random.Gene
 
 
 @each_dtype
-@pytest.mark.parametrize("mixes", ALL_MIXES)
+@each_mixes
 def test_copy_and_sgmv_match_the_reference(rng: np.random.Generator, dtype: Any, mixes: Mixes) -> None:
     weights = mix_matrix(rng, mixes, 7, 6)
     weights[3] = 0  # a request of the base model
