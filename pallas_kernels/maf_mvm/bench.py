@@ -10,7 +10,8 @@ A line of the report is one decoder layer: the sum over its groups of projection
                        that SGMV alone, on composites copied beforehand
     naive, bmm         a loop over the adapters of the batch; all tokens through all adapters of the batch
     dense              all tokens through all adapters of the arrays, used or not
-    site_...           with --site: the base projection too, XLA's matmul alone or before the LoRA product
+    site_...           with --site: the base projection too; XLA's matmul alone, the same and then the LoRA product, or
+                       both in one launch (lora_linear)
 
 A timed call runs an op many times, each output being the next one's base, layer after layer of arrays so large that the
 active adapters come from memory, not from the L2 cache. Nothing is subtracted; what an empty call takes is said beside.
@@ -37,6 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.lora_linear import lora_linear, new_arrivals
 from pallas_kernels.maf_mvm import baselines, reference
 from pallas_kernels.maf_mvm.api import Implementation, ProjectionSlots, maf_mvm
 from pallas_kernels.maf_mvm.bench_cases import (
@@ -148,10 +150,11 @@ def kernel_columns(implementations: Sequence[Implementation], sgmv: Implementati
 
 
 def site_columns(implementations: Sequence[Implementation]) -> dict[str, Column]:
-    """The op and its base projection, by name of the column; a fused op is one more entry."""
+    """The op and its base projection, by name of the column."""
     return {
         "site_base": Column(_project, computes="projection"),
         **{f"site_{name}": Column(_site(name), computes="site") for name in implementations},
+        "site_fused": Column(_fused, computes="site", scratch=lambda: new_arrivals(UNROLL)),
     }
 
 
@@ -167,6 +170,22 @@ def _project(op: Op) -> Array:
 
 def _site(implementation: Implementation) -> Callable[[Op], Array]:
     return lambda op: _lora(implementation)(dataclasses.replace(op, base=_project(op)))
+
+
+def _fused(op: Op) -> tuple[Array, Array]:
+    assert op.projection is not None
+    partials, arrivals = lora_linear(
+        op.x,
+        op.projection,
+        op.slots,
+        op.segments,
+        op.scratch,
+        layer=op.layer,
+        site=op.place,
+        implementation="pallas_triton",
+    )
+    # In a model the next kernel adds the partial sums up as it reads them; here it is a small kernel more.
+    return partials.astype(jnp.float32).sum(0).astype(op.x.dtype), arrivals
 
 
 @dataclasses.dataclass(frozen=True)
