@@ -56,6 +56,8 @@ def attend(
     Returns:
       The heads' outputs side by side, and the cache with the step's tokens in it.
     """
+    if qkv.ndim == 3 and qkv.shape[0] == 1:
+        qkv = qkv[0]
     is_fused = implementation == "pallas_triton" or (implementation is None and jax.default_backend() == "gpu")
     if is_fused and context.is_decode:
         positions = jnp.where(context.tiles.lengths > 0, context.tiles.positions, -1)

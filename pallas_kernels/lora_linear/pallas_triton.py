@@ -1,14 +1,15 @@
-"""One Pallas launch a site (Triton lowering): shrink programs, then a skinny GEMM whose tail adds the adapters.
+"""One Pallas launch a site (Triton lowering): a skinny GEMM whose tail adds the adapters.
 
-The first programs compute v = weight * scale * (x A^T): each a block of rank rows over a share of the input features.
-The last of a block's programs to arrive adds their sums up, in order, and counts the block as done. The other programs
-stream the base weights, each for its block of columns and its share of the input features, and only then wait until all
-blocks are done; the rank rows of v and B are the tail of their sum. So the adapters cost the bytes of A and B, a short
-wait, and no launch of their own: a dependent launch costs 2 us, 128 times a step.
+The first programs begin with v = weight * scale * (x A^T), cut into jobs: a block of rank rows over a share of the
+input features. Whoever ends a block's last job adds its shares up, in order, and counts the block as done. Then every
+program streams the base weights for its block of columns and its share of the input features, waits until all blocks
+are done, and adds the rank rows of v and B as the tail of its sum. So the adapters cost the bytes of A and B and a
+short wait, and no launch of their own (a dependent launch costs 2 us, 128 times a step); without adapters the kernel is
+a plain GEMM.
 
-The waiting programs rely on GPUs dispatching programs by ascending id: every shrink program is then on the chip, and
-will end, before the first one that waits for it. There are no atomics on y and all sums have a fixed order, so the same
-input gives the same bits.
+Programs wait for the jobs of the first ones, which must therefore all be on the chip: there are never more of them than
+multiprocessors, and GPUs dispatch programs by ascending id. There are no atomics on y and all sums have a fixed order,
+so the same input gives the same bits.
 """
 
 import functools
@@ -81,6 +82,11 @@ def _is_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
+def _num_multiprocessors() -> int:
+    """Of the device; as many as an H200 has where none can be asked."""
+    return getattr(jax.local_devices()[0], "core_count", None) or 132
+
+
 def _problem(x: Array, slots: ProjectionSlots, segments: Segments, *, is_swiglu: bool) -> Problem:
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(f"x is {x.dtype}; the kernel multiplies bfloat16 only; use 'separate'")
@@ -123,8 +129,10 @@ def _launch(
             f"{slots.num_slots} slots of rank {slots.slot_rank} make {num_blocks} blocks of rank rows, but one launch "
             f"counts fewer than {ARRIVALS_PER_SITE}; use 'separate'"
         )
-    num_shrink = min(num_blocks * config.shrink_splits, config.shrink_programs)
-    num_main = out_features // config.columns * config.splits
+    num_programs = out_features // config.columns * config.splits
+    num_shrink = min(num_blocks * config.shrink_splits, num_programs, config.shrink_programs, _num_multiprocessors())
+    if interpret:
+        num_shrink = 1  # programs run one after another: the first one does all that the others wait for
     operands = (
         layer[None],
         site[None],
@@ -151,7 +159,7 @@ def _launch(
             num_shrink=num_shrink,
             is_interpreted=interpret,
         ),
-        grid=(num_shrink + num_main,),
+        grid=(num_programs,),
         in_specs=[_IN_PLACE] * len(operands),
         out_specs=[_IN_PLACE] * 4,
         out_shape=[
@@ -248,43 +256,40 @@ def _kernel(
         max_jobs = v_ref.shape[1] // config.shrink_rows * config.shrink_splits
         lax.fori_loop(0, -(-max_jobs // num_shrink), run, None)
 
-    @pl.when(program >= num_shrink)
-    def _main() -> None:
-        block, split = _div_rem(program - num_shrink, config.splits)
-        first_column = block * config.columns
-        starts = (first_column, first_column + widths[0]) if is_swiglu else (first_column,)
-        columns = [start + _iota(config.columns) for start in starts]
-        sums = _base_product(x_ref, w_ref, columns, split, config, tile_size)
+    block, split = _div_rem(program, config.splits)
+    first_column = block * config.columns
+    starts = (first_column, first_column + widths[0]) if is_swiglu else (first_column,)
+    columns = [start + _iota(config.columns) for start in starts]
+    sums = _base_product(x_ref, w_ref, columns, split, config, tile_size)
 
-        if not is_interpreted:  # where programs run one after another
-            _wait(arrivals_ref, site, num_blocks)
-        edges = tuple(itertools.accumulate(widths[:-1]))
-        first_rows = [
-            sum((start >= edge).astype(jnp.int32) for edge in edges) * (v_ref.shape[1] // len(widths))
-            for start in starts
-        ]
+    if not is_interpreted:
+        _wait(arrivals_ref, site, num_blocks)
+    edges = tuple(itertools.accumulate(widths[:-1]))
+    first_rows = [
+        sum((start >= edge).astype(jnp.int32) for edge in edges) * (v_ref.shape[1] // len(widths)) for start in starts
+    ]
 
-        def accumulate(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            rows = (split + i * config.splits) * config.tail_rows + _iota(config.tail_rows)
-            # Rows past the last segment meet zeros in v: any row that holds numbers will do, without a mask.
-            slots, _ = _slots_of_rows(slot_ids_ref, jnp.minimum(rows, num_rows - 1), num_rows, slot_rank, num_slots)
-            b_rows = (layer * num_slots + slots) * slot_rank + lax.rem(rows, slot_rank)
-            results = []
-            for first_row, block_columns, total in zip(first_rows, columns, sums, strict=True):
-                b = plt.load(b_ref.at[b_rows[:, None], block_columns[None, :]], eviction_policy="evict_first")
-                v = plt.load(v_ref.at[_iota(tile_size)[:, None], (first_row + rows)[None, :]])
-                results.append(total + _dot(v, b))
-            return tuple(results)
+    def accumulate(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        rows = (split + i * config.splits) * config.tail_rows + _iota(config.tail_rows)
+        # Rows past the last segment meet zeros in v: any row that holds numbers will do, without a mask.
+        slots, _ = _slots_of_rows(slot_ids_ref, jnp.minimum(rows, num_rows - 1), num_rows, slot_rank, num_slots)
+        b_rows = (layer * num_slots + slots) * slot_rank + lax.rem(rows, slot_rank)
+        results = []
+        for first_row, block_columns, total in zip(first_rows, columns, sums, strict=True):
+            b = plt.load(b_ref.at[b_rows[:, None], block_columns[None, :]], eviction_policy="evict_first")
+            v = plt.load(v_ref.at[_iota(tile_size)[:, None], (first_row + rows)[None, :]])
+            results.append(total + _dot(v, b))
+        return tuple(results)
 
-        # Blocks of rank rows are dealt to the splits in turn.
-        num_steps = _cdiv(_cdiv(num_rows, config.tail_rows) - split, config.splits)
-        sums = lax.fori_loop(0, num_steps, accumulate, sums)
-        if is_swiglu:
-            gate, up = (total.astype(x_ref.dtype).astype(jnp.float32) for total in sums)
-            y = gate / (1.0 + jnp.exp(-gate)) * up
-        else:
-            (y,) = sums
-        _store(y_ref, split, columns[0], y, tile_size)
+    # Blocks of rank rows are dealt to the splits in turn.
+    num_steps = _cdiv(_cdiv(num_rows, config.tail_rows) - split, config.splits)
+    sums = lax.fori_loop(0, num_steps, accumulate, sums)
+    if is_swiglu:
+        gate, up = (total.astype(x_ref.dtype).astype(jnp.float32) for total in sums)
+        y = gate / (1.0 + jnp.exp(-gate)) * up
+    else:
+        (y,) = sums
+    _store(y_ref, split, columns[0], y, tile_size)
 
 
 def _shrink_product(
