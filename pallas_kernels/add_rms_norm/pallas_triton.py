@@ -10,8 +10,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from pallas_kernels.pallas_launch import launch_dependents
-
 _WHOLE = pl.BlockSpec(memory_space=pl.ANY)
 
 
@@ -25,15 +23,14 @@ def add_rms_norm(
 ) -> tuple[Float[Array, "num_tokens hidden"], Float[Array, "num_tokens hidden"]]:
     """See `pallas_kernels.add_rms_norm.add_rms_norm`."""
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    interpret = jax.default_backend() != "gpu"
     return pl.pallas_call(
-        functools.partial(_kernel, eps=eps, is_interpreted=interpret),
+        functools.partial(_kernel, eps=eps),
         grid=(x.shape[0],),
         in_specs=[_WHOLE] * 3,
         out_specs=[_WHOLE] * 2,
         out_shape=[out, out],
         compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
-        interpret=interpret,
+        interpret=jax.default_backend() != "gpu",
         name="add_rms_norm",
     )(x, delta, weight)
 
@@ -46,11 +43,8 @@ def _kernel(
     normed_ref: Any,  # [num_tokens, hidden]
     *,
     eps: float,
-    is_interpreted: bool,
 ) -> None:
     token = pl.program_id(0)
-    if not is_interpreted:
-        token = launch_dependents(token)
     num_partials, _, hidden = delta_ref.shape
     lanes = jnp.arange(pl.next_power_of_2(hidden), dtype=jnp.int32)
     is_lane = None if lanes.shape[0] == hidden else lanes < hidden

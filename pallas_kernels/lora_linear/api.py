@@ -18,7 +18,7 @@ def lora_linear(
     x: Float[Array, "num_tokens in_features"],
     w: Float[Array, "in_features out_features"],
     slots: ProjectionSlots,
-    segments: Segments,
+    segments: Segments | None,
     arrivals: Int[Array, "num_sites cells"],
     *,
     layer: int | Array,
@@ -35,7 +35,7 @@ def lora_linear(
       x: [num_tokens, in_features] activations, bfloat16 or float32.
       w: [in_features, out_features] base weights of the group's projections, side by side, in the dtype of x.
       slots: A, B and scale of this group of projections by layer and slot, in the dtype of x.
-      segments: pairs sorted by slot.
+      segments: pairs sorted by slot; None for a step without adapters, which then costs nothing more than x @ w.
       arrivals: from `new_arrivals`, handed on by every call of the step; donated where the step is one program.
       layer: layer of `slots`, a Python int or an int32 scalar.
       site: which cell of `arrivals` is this call's own; no other call of the step may use it.
@@ -78,7 +78,7 @@ def lora_swiglu(
     x: Float[Array, "num_tokens in_features"],
     w: Float[Array, "in_features two_ffn"],
     slots: ProjectionSlots,
-    segments: Segments,
+    segments: Segments | None,
     arrivals: Int[Array, "num_sites cells"],
     *,
     layer: int | Array,

@@ -12,7 +12,7 @@ def static_validate(
     x: Float[Array, "num_tokens in_features"],
     w: Float[Array, "in_features out_features"],
     slots: ProjectionSlots,
-    segments: Segments,
+    segments: Segments | None,
     layer: int | Array,
 ) -> None:
     """Checks shapes and dtypes.
@@ -28,5 +28,7 @@ def static_validate(
         raise ValueError(
             f"w has shape {w.shape}, but x {x.shape} and projections of widths {slots.widths} need {wanted}"
         )
+    if segments is None:
+        return
     base = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
     maf_checks.static_validate(x, slots, segments, base, layer)

@@ -1,15 +1,16 @@
-"""One Pallas launch a site (Triton lowering): a skinny GEMM whose tail adds the adapters.
+"""One Pallas launch a site (Triton lowering): shrink programs, then a skinny GEMM whose tail adds the adapters.
 
-The first programs begin with v = weight * scale * (x A^T), cut into jobs: a block of rank rows over a share of the
-input features. Whoever ends a block's last job adds its shares up, in order, and counts the block as done. Then every
-program streams the base weights for its block of columns and its share of the input features, waits until all blocks
-are done, and adds the rank rows of v and B as the tail of its sum. So the adapters cost the bytes of A and B and a
-short wait, and no launch of their own (a dependent launch costs 2 us, 128 times a step); without adapters the kernel is
-a plain GEMM.
+The first programs compute v = weight * scale * (x A^T), cut into jobs: a block of rank rows over a share of the input
+features. Whoever ends a block's last job adds its shares up, in order, and counts the block as done. The other programs
+stream the base weights, each for its block of columns and its share of the input features, and only then wait until all
+blocks are done; the rank rows of v and B are the tail of their sum. So the adapters cost the bytes of A and B, a short
+wait, and no launch of their own: a dependent launch costs 2 us, 128 times a step. Without segments there are no shrink
+programs and the kernel is a plain GEMM.
 
-Programs wait for the jobs of the first ones, which must therefore all be on the chip: there are never more of them than
-multiprocessors, and GPUs dispatch programs by ascending id. There are no atomics on y and all sums have a fixed order,
-so the same input gives the same bits.
+The waiting programs rely on GPUs dispatching programs by ascending id: every shrink program is then on the chip, and
+will end, before the first one that waits for it. (Letting the streaming programs do the jobs first costs 0.4 ms a step
+of the 8B shape: the jobs then delay the stream.) There are no atomics on y and all sums have a fixed order, so the same
+input gives the same bits.
 """
 
 import functools
@@ -24,9 +25,8 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.lora_linear.arrivals import ARRIVALS_PER_SITE
-from pallas_kernels.lora_linear.config import KernelConfig, Problem, pick_config
+from pallas_kernels.lora_linear.config import MIN_DOT_SIZE, KernelConfig, Problem, pick_config
 from pallas_kernels.maf_mvm.slots import ProjectionSlots
-from pallas_kernels.pallas_launch import launch_dependents
 from pallas_kernels.segments import Segments
 
 # Whole arrays, indexed by the kernel itself.
@@ -37,7 +37,7 @@ def lora_linear(
     x: Float[Array, "num_tokens in_features"],
     w: Float[Array, "in_features out_features"],
     slots: ProjectionSlots,
-    segments: Segments,
+    segments: Segments | None,
     arrivals: Int[Array, "num_sites cells"],
     layer: Int[Array, ""],
     site: Int[Array, ""],
@@ -50,6 +50,8 @@ def lora_linear(
       NotImplementedError: If the kernel does not support the shapes or the dtype.
     """
     picked = config or pick_config(_problem(x, slots, segments, is_swiglu=False))
+    if segments is None:
+        return _launch_plain(x, w, config=picked, is_swiglu=False, interpret=_is_cpu()), arrivals
     return _launch(x, w, slots, segments, arrivals, layer, site, config=picked, is_swiglu=False, interpret=_is_cpu())
 
 
@@ -57,7 +59,7 @@ def lora_swiglu(
     x: Float[Array, "num_tokens in_features"],
     w: Float[Array, "in_features two_ffn"],
     slots: ProjectionSlots,
-    segments: Segments,
+    segments: Segments | None,
     arrivals: Int[Array, "num_sites cells"],
     layer: Int[Array, ""],
     site: Int[Array, ""],
@@ -72,6 +74,8 @@ def lora_swiglu(
     picked = config or pick_config(_problem(x, slots, segments, is_swiglu=True))
     if picked.splits != 1:
         raise NotImplementedError(f"SwiGLU needs whole sums, but the configuration has {picked.splits} splits")
+    if segments is None:
+        return _launch_plain(x, w, config=picked, is_swiglu=True, interpret=_is_cpu())[0], arrivals
     y, arrivals = _launch(
         x, w, slots, segments, arrivals, layer, site, config=picked, is_swiglu=True, interpret=_is_cpu()
     )
@@ -82,26 +86,71 @@ def _is_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def _num_multiprocessors() -> int:
-    """Of the device; as many as an H200 has where none can be asked."""
-    return getattr(jax.local_devices()[0], "core_count", None) or 132
-
-
-def _problem(x: Array, slots: ProjectionSlots, segments: Segments, *, is_swiglu: bool) -> Problem:
+def _problem(x: Array, slots: ProjectionSlots, segments: Segments | None, *, is_swiglu: bool) -> Problem:
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(f"x is {x.dtype}; the kernel multiplies bfloat16 only; use 'separate'")
-    if segments.num_tiles != 1:
+    if segments is not None and segments.num_tiles != 1:
         raise NotImplementedError(f"{x.shape[0]} tokens make {segments.num_tiles} tiles; one launch takes one tile")
     rank = slots.slot_rank
     if rank & (rank - 1):
         raise NotImplementedError(f"slot_rank {rank} is not supported; use a power of two such as 8 or 16")
     return Problem(
-        num_tokens=segments.tile_size,
+        num_tokens=_tile_size(x, segments),
         num_rows=slots.num_slots * slots.slot_rank,
         in_features=x.shape[1],
         widths=slots.widths,
         is_swiglu=is_swiglu,
     )
+
+
+def _tile_size(x: Array, segments: Segments | None) -> int:
+    if segments is not None:
+        return segments.tile_size
+    return max(pl.next_power_of_2(x.shape[0]), MIN_DOT_SIZE)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "is_swiglu", "interpret"))
+def _launch_plain(
+    x: Float[Array, "num_tokens in_features"],
+    w: Float[Array, "in_features width"],
+    *,
+    config: KernelConfig,
+    is_swiglu: bool,
+    interpret: bool,
+) -> Float[Array, "num_partials num_tokens out_features"]:
+    """The same sums without adapters: the bits that a token without pairs gets beside others that have some."""
+    out_features = w.shape[1] // 2 if is_swiglu else w.shape[1]
+    return pl.pallas_call(
+        functools.partial(_plain_kernel, config=config, is_swiglu=is_swiglu, tile_size=_tile_size(x, None)),
+        grid=(out_features // config.columns * config.splits,),
+        in_specs=[_IN_PLACE] * 2,
+        out_specs=_IN_PLACE,
+        out_shape=_out_shape(x, out_features, config),
+        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=interpret,
+        name="swiglu" if is_swiglu else "linear",
+    )(x, w)
+
+
+def _out_shape(x: Array, out_features: int, config: KernelConfig) -> jax.ShapeDtypeStruct:
+    dtype = x.dtype if config.splits == 1 else jnp.float32
+    return jax.ShapeDtypeStruct((config.splits, x.shape[0], out_features), dtype)
+
+
+def _plain_kernel(
+    x_ref: Any,  # [num_tokens, in_features]
+    w_ref: Any,  # [in_features, width]
+    y_ref: Any,  # [splits, num_tokens, out_features]
+    *,
+    config: KernelConfig,
+    is_swiglu: bool,
+    tile_size: int,
+) -> None:
+    block, split = _div_rem(pl.program_id(0), config.splits)
+    starts = _column_starts(block, config, y_ref if is_swiglu else None)
+    columns = [start + _iota(config.columns) for start in starts]
+    sums = _base_product(x_ref, w_ref, columns, split, config, tile_size)
+    _store(y_ref, split, columns[0], _activated(sums, x_ref.dtype), tile_size)
 
 
 # An inner jit with layer and site as arguments: a step of 32 layers lowers each kernel once.
@@ -119,8 +168,7 @@ def _launch(
     is_swiglu: bool,
     interpret: bool,
 ) -> tuple[Float[Array, "num_partials num_tokens out_features"], Int[Array, "num_sites cells"]]:
-    num_tokens, in_features = x.shape
-    width = w.shape[1]
+    in_features, width = w.shape
     out_features = width // 2 if is_swiglu else width
     packed_rows = slots.num_projections * config.padded_rows(slots.num_slots * slots.slot_rank)
     num_blocks = packed_rows // config.shrink_rows
@@ -129,10 +177,8 @@ def _launch(
             f"{slots.num_slots} slots of rank {slots.slot_rank} make {num_blocks} blocks of rank rows, but one launch "
             f"counts fewer than {ARRIVALS_PER_SITE}; use 'separate'"
         )
-    num_programs = out_features // config.columns * config.splits
-    num_shrink = min(num_blocks * config.shrink_splits, num_programs, config.shrink_programs, _num_multiprocessors())
-    if interpret:
-        num_shrink = 1  # programs run one after another: the first one does all that the others wait for
+    num_shrink = min(num_blocks * config.shrink_splits, config.shrink_programs)
+    num_main = out_features // config.columns * config.splits
     operands = (
         layer[None],
         site[None],
@@ -146,7 +192,6 @@ def _launch(
         slots.b.reshape(-1, width),
         arrivals,
     )
-    y_dtype = x.dtype if config.splits == 1 else jnp.float32
     y, _, _, arrivals = pl.pallas_call(
         functools.partial(
             _kernel,
@@ -159,11 +204,11 @@ def _launch(
             num_shrink=num_shrink,
             is_interpreted=interpret,
         ),
-        grid=(num_programs,),
+        grid=(num_shrink + num_main,),
         in_specs=[_IN_PLACE] * len(operands),
         out_specs=[_IN_PLACE] * 4,
         out_shape=[
-            jax.ShapeDtypeStruct((config.splits, num_tokens, out_features), y_dtype),
+            _out_shape(x, out_features, config),
             jax.ShapeDtypeStruct((segments.tile_size, packed_rows), x.dtype),
             jax.ShapeDtypeStruct(
                 (num_blocks, config.shrink_splits, segments.tile_size, config.shrink_rows), jnp.float32
@@ -205,8 +250,6 @@ def _kernel(
     is_interpreted: bool,
 ) -> None:
     program = pl.program_id(0)
-    if not is_interpreted:
-        program = launch_dependents(program)
     layer, site = layer_ref[0], site_ref[0]
     num_rows = num_segments_ref[0] * slot_rank
     barrier = _no_barrier if is_interpreted else plt.debug_barrier
@@ -256,40 +299,51 @@ def _kernel(
         max_jobs = v_ref.shape[1] // config.shrink_rows * config.shrink_splits
         lax.fori_loop(0, -(-max_jobs // num_shrink), run, None)
 
-    block, split = _div_rem(program, config.splits)
-    first_column = block * config.columns
-    starts = (first_column, first_column + widths[0]) if is_swiglu else (first_column,)
-    columns = [start + _iota(config.columns) for start in starts]
-    sums = _base_product(x_ref, w_ref, columns, split, config, tile_size)
+    @pl.when(program >= num_shrink)
+    def _main() -> None:
+        block, split = _div_rem(program - num_shrink, config.splits)
+        starts = _column_starts(block, config, y_ref if is_swiglu else None)
+        columns = [start + _iota(config.columns) for start in starts]
+        sums = _base_product(x_ref, w_ref, columns, split, config, tile_size)
 
-    if not is_interpreted:
-        _wait(arrivals_ref, site, num_blocks)
-    edges = tuple(itertools.accumulate(widths[:-1]))
-    first_rows = [
-        sum((start >= edge).astype(jnp.int32) for edge in edges) * (v_ref.shape[1] // len(widths)) for start in starts
-    ]
+        if not is_interpreted:  # where programs run one after another
+            _wait(arrivals_ref, site, num_blocks)
+        edges = tuple(itertools.accumulate(widths[:-1]))
+        first_rows = [
+            sum((start >= edge).astype(jnp.int32) for edge in edges) * (v_ref.shape[1] // len(widths))
+            for start in starts
+        ]
 
-    def accumulate(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        rows = (split + i * config.splits) * config.tail_rows + _iota(config.tail_rows)
-        # Rows past the last segment meet zeros in v: any row that holds numbers will do, without a mask.
-        slots, _ = _slots_of_rows(slot_ids_ref, jnp.minimum(rows, num_rows - 1), num_rows, slot_rank, num_slots)
-        b_rows = (layer * num_slots + slots) * slot_rank + lax.rem(rows, slot_rank)
-        results = []
-        for first_row, block_columns, total in zip(first_rows, columns, sums, strict=True):
-            b = plt.load(b_ref.at[b_rows[:, None], block_columns[None, :]], eviction_policy="evict_first")
-            v = plt.load(v_ref.at[_iota(tile_size)[:, None], (first_row + rows)[None, :]])
-            results.append(total + _dot(v, b))
-        return tuple(results)
+        def accumulate(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            rows = (split + i * config.splits) * config.tail_rows + _iota(config.tail_rows)
+            # Rows past the last segment meet zeros in v: any row that holds numbers will do, without a mask.
+            slots, _ = _slots_of_rows(slot_ids_ref, jnp.minimum(rows, num_rows - 1), num_rows, slot_rank, num_slots)
+            b_rows = (layer * num_slots + slots) * slot_rank + lax.rem(rows, slot_rank)
+            results = []
+            for first_row, block_columns, total in zip(first_rows, columns, sums, strict=True):
+                b = plt.load(b_ref.at[b_rows[:, None], block_columns[None, :]], eviction_policy="evict_first")
+                v = plt.load(v_ref.at[_iota(tile_size)[:, None], (first_row + rows)[None, :]])
+                results.append(total + _dot(v, b))
+            return tuple(results)
 
-    # Blocks of rank rows are dealt to the splits in turn.
-    num_steps = _cdiv(_cdiv(num_rows, config.tail_rows) - split, config.splits)
-    sums = lax.fori_loop(0, num_steps, accumulate, sums)
-    if is_swiglu:
-        gate, up = (total.astype(x_ref.dtype).astype(jnp.float32) for total in sums)
-        y = gate / (1.0 + jnp.exp(-gate)) * up
-    else:
-        (y,) = sums
-    _store(y_ref, split, columns[0], y, tile_size)
+        # Blocks of rank rows are dealt to the splits in turn.
+        num_steps = _cdiv(_cdiv(num_rows, config.tail_rows) - split, config.splits)
+        sums = lax.fori_loop(0, num_steps, accumulate, sums)
+        _store(y_ref, split, columns[0], _activated(sums, x_ref.dtype), tile_size)
+
+
+def _column_starts(block: Array, config: KernelConfig, swiglu_ref: Any | None) -> tuple[Array, ...]:
+    """First columns of W that a program streams: with SwiGLU, of its block of the gate and of the up projection."""
+    start = block * config.columns
+    return (start,) if swiglu_ref is None else (start, start + swiglu_ref.shape[2])
+
+
+def _activated(sums: tuple[Array, ...], dtype: jnp.dtype) -> Array:
+    """The sum, or silu(gate) * up of two sums rounded to `dtype` first."""
+    if len(sums) == 1:
+        return sums[0]
+    gate, up = (total.astype(dtype).astype(jnp.float32) for total in sums)
+    return gate / (1.0 + jnp.exp(-gate)) * up
 
 
 def _shrink_product(

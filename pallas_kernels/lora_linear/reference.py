@@ -15,9 +15,11 @@ def lora_linear(
     x: Float[Array, "num_tokens in_features"],
     w: Float[Array, "in_features out_features"],
     slots: ProjectionSlots,
-    segments: Segments,
+    segments: Segments | None,
     layer: Int[Array, ""],
 ) -> Float[Array, "num_tokens out_features"]:
     """The base product in float32, and every token through every slot."""
     base = jnp.dot(x.astype(jnp.float32), w.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    if segments is None:
+        return base.astype(x.dtype)
     return maf_reference.maf_mvm(x, slots, segments, base, layer)

@@ -13,13 +13,15 @@ def lora_linear(
     x: Float[Array, "num_tokens in_features"],
     w: Float[Array, "in_features out_features"],
     slots: ProjectionSlots,
-    segments: Segments,
+    segments: Segments | None,
     layer: Int[Array, ""],
     *,
     maf_implementation: str | None = None,
 ) -> Float[Array, "num_tokens out_features"]:
     """See `pallas_kernels.lora_linear.lora_linear`; one sum, in the dtype of x."""
     base = matmul(x, w)
+    if segments is None:
+        return base
     return maf_mvm(x, slots, segments, base, layer=layer, implementation=maf_implementation)  # pyright: ignore[reportArgumentType]
 
 
