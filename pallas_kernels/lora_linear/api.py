@@ -48,11 +48,11 @@ def lora_linear(
       next call.
 
     Raises:
-      ValueError: If shapes disagree, or a Python `layer` is out of range.
+      ValueError: If shapes disagree, or a Python `layer` or `site` is out of range.
       TypeError: If a dtype is not supported.
       NotImplementedError: If the named implementation does not support the shapes.
     """
-    static_validate(x, w, slots, segments, layer)
+    static_validate(x, w, slots, segments, arrivals, layer, site)
     layer, site = jnp.asarray(layer, jnp.int32), jnp.asarray(site, jnp.int32)
     match implementation or _pick():
         case "reference":
@@ -93,7 +93,7 @@ def lora_swiglu(
     Returns:
       [num_tokens, ffn] in the dtype of x, and `arrivals` for the next call.
     """
-    static_validate(x, w, slots, segments, layer)
+    static_validate(x, w, slots, segments, arrivals, layer, site)
     if len(set(slots.widths)) != 1 or slots.num_projections != 2:
         raise ValueError(f"slots has projections of widths {slots.widths}; expected two of equal width, gate and up")
     layer, site = jnp.asarray(layer, jnp.int32), jnp.asarray(site, jnp.int32)
