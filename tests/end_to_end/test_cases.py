@@ -1,18 +1,22 @@
 """Cases of the field on the real engine; the letters are those of the trial list. (Laws: test_laws.py.)"""
 
+import functools
 import random
-from collections.abc import Mapping
-from typing import get_args
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.typing import DTypeLike
 
 import dymerge_jax as dm
 from dymerge_jax.library import Model, pad_batch
 from dymerge_jax.lora import AdapterWeights, ProjectionWeights, empty_slots, slot_contents, write_slot
-from dymerge_jax.model import SplitModel, model_from_params, params_of
+from dymerge_jax.model import Implementations, SplitModel, model_from_params, params_of
+from pallas_kernels.lora_linear import Implementation as LinearImplementation
+from pallas_kernels.lora_linear import lora_linear, lora_swiglu
 from pallas_kernels.maf_mvm import maf_mvm
 from pallas_kernels.segments import build_segments
 from serving.adapter_store import AdapterStore
@@ -235,15 +239,45 @@ def test_k1_slots_that_nobody_uses_leave_the_base_alone_bit_for_bit(
         without_slots.add_request(make_request(without_slots, "r", PROMPT, {"a": 1.0}))
 
 
-def test_k1_the_adapter_op_adds_nothing_to_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    split = tiny_model(num_layers=1)
-    with_slots = Model(split, None, adapter_slots=3, slot_rank=4)
-    logits = with_slots.logits(pad_batch([PROMPT]), with_slots.mix([BASE]))
+@pytest.mark.parametrize(
+    ("dtype", "implementation"),
+    [
+        pytest.param(jnp.float32, None, id="float32"),
+        pytest.param(jnp.bfloat16, "pallas_triton", id="bfloat16-kernel", marks=pytest.mark.slow),
+    ],
+)
+def test_k1_the_adapter_op_adds_nothing_to_the_base(
+    monkeypatch: pytest.MonkeyPatch, dtype: DTypeLike, implementation: LinearImplementation | None
+) -> None:
+    split = tiny_model(dtype, num_layers=1)
+
+    def logits(num_slots: int) -> np.ndarray:
+        model = Model(
+            split,
+            None,
+            adapter_slots=num_slots,
+            slot_rank=4,
+            implementations=Implementations(lora_linear=implementation),
+        )
+        model.add_adapter("a", random_adapter(split.config, rank=8, seed=0))
+        mixes = ([BASE, BASE], [BASE, {"a": 1.0}])
+        return np.concatenate([model.logits(pad_batch([PROMPT, PROMPT]), model.mix(rows)) for rows in mixes])
+
+    actual = logits(3)
     with monkeypatch.context() as patch:
-        patch.setattr("dymerge_jax.model.maf_mvm", lambda x, slots, segments, base, **_: base)
-        without = Model(split, None, adapter_slots=2, slot_rank=4)  # another shape, so that the step is traced anew
-        plain = without.logits(pad_batch([PROMPT]), without.mix([BASE]))
-    np.testing.assert_array_equal(np.asarray(logits), np.asarray(plain))
+        for op in (lora_linear, lora_swiglu):
+            patch.setattr(f"dymerge_jax.model.{op.__name__}", functools.partial(without_adapters, op))
+        plain = logits(2)  # another shape, so that the step is traced anew
+    np.testing.assert_array_equal(actual[:3], plain[:3])
+    assert np.abs(actual[3] - plain[3]).max() > 0.05
+
+
+def without_adapters(
+    op: Callable[..., Any], x: Any, w: Any, slots: Any, segments: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The op in a form that has no adapters at all."""
+    assert segments is not None
+    return op(x, w, slots, None, *args, **kwargs)
 
 
 def test_k2_greedy_text_is_that_of_merged_weights(split: SplitModel, adapters: dict[str, AdapterWeights]) -> None:
