@@ -77,13 +77,13 @@ class MixContext:
 
     Attributes:
       slots: adapters on the device.
-      segments: token–LoRA pairs sorted by slot, with the static weights.
+      segments: token–LoRA pairs sorted by slot, with the static weights; None for a step without adapters.
       gates: gates of all gated sets; None if there are none.
       tokens: which gate each token uses; None if there are none.
     """
 
     slots: SlotArray
-    segments: Segments
+    segments: Segments | None
     gates: GateArray | None
     tokens: GatedTokens | None
 
@@ -164,9 +164,9 @@ class LlamaLayer(nnx.Module):
         mix: MixContext,
         per_layer: Float[Array, "num_tokens 1 max_experts"] | None,
         layer: int | Int[Array, ""],
-    ) -> Segments:
+    ) -> Segments | None:
         """The step's segments with this group's weights: static ones plus what the gates give."""
-        if mix.gates is None or mix.tokens is None:
+        if mix.gates is None or mix.tokens is None or mix.segments is None:
             return mix.segments
         with jax.named_scope("gate"):
             columns = gated_columns(mix.gates, mix.tokens, layer, self.config.groups[group], x, per_layer)

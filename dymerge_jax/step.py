@@ -84,13 +84,13 @@ class StepContext:
     Attributes:
       tokens: [num_tokens] int32 token ids.
       attention: where the tokens stand.
-      segments: token–LoRA pairs sorted by slot, with the static weights.
+      segments: token–LoRA pairs sorted by slot, with the static weights; None for a step without adapters.
       gated: which gate each token uses; None if there are no gated sets.
     """
 
     tokens: Int[Array, " num_tokens"]
     attention: AttentionContext
-    segments: Segments
+    segments: Segments | None
     gated: GatedTokens | None
 
     def mix(self, slots: SlotArray, gates: GateArray | None) -> MixContext:
@@ -98,13 +98,16 @@ class StepContext:
         return MixContext(slots=slots, segments=self.segments, gates=gates, tokens=self.gated)
 
 
-def step_context(config: LlamaConfig, inputs: StepInputs, *, num_blocks: int, block_size: int) -> StepContext:
+def step_context(
+    config: LlamaConfig, inputs: StepInputs, *, num_blocks: int, block_size: int, has_adapters: bool = True
+) -> StepContext:
     """Places the tokens of one batch: which sequence, which KV block, which slots.
 
     Args:
       config: shape of the model.
       inputs: of the step.
       num_blocks, block_size: of the cache.
+      has_adapters: False for a step in which every row is on the base model.
     """
     batch, mix, gates = inputs.batch, inputs.mix, inputs.gates
     places = _token_places(batch)
@@ -129,6 +132,8 @@ def step_context(config: LlamaConfig, inputs: StepInputs, *, num_blocks: int, bl
                 tile_size=query_tile_size(batch.tokens.shape[0], batch.rows.shape[0]),
             ),
         )
+    if not has_adapters:
+        return StepContext(tokens=tokens, attention=attention, segments=None, gated=None)
     with jax.named_scope("segments"):
         weights = jnp.where(places.is_real[:, None], mix.weights[token_rows], 0.0)
         is_used = weights != 0
@@ -142,14 +147,21 @@ def step_context(config: LlamaConfig, inputs: StepInputs, *, num_blocks: int, bl
 
 
 def hidden_states(
-    model: Llama, cache: KVCache, inputs: StepInputs, implementations: Implementations
+    model: Llama,
+    cache: KVCache,
+    inputs: StepInputs,
+    implementations: Implementations,
+    *,
+    has_adapters: bool = True,
 ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
     """Runs one batch through the layers.
 
     Returns:
       [num_tokens, hidden] after the final norm, of no meaning for padding, and the cache with the batch's tokens in it.
     """
-    context = step_context(model.config, inputs, num_blocks=cache.num_blocks, block_size=cache.block_size)
+    context = step_context(
+        model.config, inputs, num_blocks=cache.num_blocks, block_size=cache.block_size, has_adapters=has_adapters
+    )
     mix = context.mix(inputs.slots, inputs.gates)
     return model(context.tokens, cache, context.attention, mix, implementations)
 
@@ -227,7 +239,7 @@ class StepResult:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("structure", "num_seqs", "implementations"),
+    static_argnames=("structure", "num_seqs", "has_adapters", "implementations"),
     donate_argnames=("cache", "last_tokens"),
 )
 def forward_step(
@@ -239,6 +251,7 @@ def forward_step(
     batch: Int[Array, " packed_len"],
     *,
     num_seqs: int,
+    has_adapters: bool = True,
     implementations: Implementations = Implementations(),  # noqa: B008 (frozen)
 ) -> StepResult:
     """One step, greedy: all that a step needs if none of its rows draws or wants log probabilities.
@@ -250,11 +263,13 @@ def forward_step(
       tables: what else the step reads.
       batch: [num_tokens + 7 * num_seqs] int32, see `PackedBatch`.
       num_seqs: sequences of the batch.
+      has_adapters: False for a program of rows on the base model only: the same bits for less work.
       implementations: of the ops.
     """
     model = structure.merge(weights)
     work, targets = unpack_batch(batch, num_seqs)
-    hidden, cache = hidden_states(model, cache, tables.inputs(work, last_tokens), implementations)
+    inputs = tables.inputs(work, last_tokens)
+    hidden, cache = hidden_states(model, cache, inputs, implementations, has_adapters=has_adapters)
     return StepResult(*finish_step(model, hidden, last_tokens, work, targets), cache)
 
 

@@ -25,10 +25,12 @@ class Bucket:
     Attributes:
       num_tokens: flat tokens.
       num_seqs: sequences; equal to num_tokens for decode programs, less for the others.
+      has_adapters: False for a program of rows on the base model only.
     """
 
     num_tokens: int
     num_seqs: int
+    has_adapters: bool = True
 
     @property
     def is_decode(self) -> bool:
@@ -41,36 +43,51 @@ class Buckets:
 
     Attributes:
       decode, mixed: by ascending size.
+      base_decode: as many as `decode`, for decode steps without adapters; or none.
     """
 
     decode: tuple[Bucket, ...]
     mixed: tuple[Bucket, ...]
+    base_decode: tuple[Bucket, ...] = ()
 
     @property
     def all(self) -> tuple[Bucket, ...]:
-        return self.decode + self.mixed
+        return self.decode + self.mixed + self.base_decode
 
     def of(self, plan: StepPlan) -> Bucket:
         """The smallest bucket that holds the plan."""
-        if plan.is_decode:
-            return next(b for b in self.decode if b.num_seqs >= plan.num_seqs)
-        return next(b for b in self.mixed if b.num_tokens >= plan.num_tokens)
+        if not plan.is_decode:
+            return next(b for b in self.mixed if b.num_tokens >= plan.num_tokens)
+        decode = self.decode if plan.has_adapters or not self.base_decode else self.base_decode
+        return next(b for b in decode if b.num_seqs >= plan.num_seqs)
 
 
-def make_buckets(max_num_seqs: int, max_num_batched_tokens: int, *, decode_growth: int, mixed_growth: int) -> Buckets:
+def make_buckets(
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    *,
+    decode_growth: int,
+    mixed_growth: int,
+    has_base_decode: bool = False,
+) -> Buckets:
     """Sizes that grow by a factor, up to the limits.
 
     Args:
       max_num_seqs: rows.
       max_num_batched_tokens: token budget of a step.
       decode_growth, mixed_growth: 2 wastes least; more means fewer programs to compile.
+      has_base_decode: decode steps without adapters get programs of their own.
     """
     sizes = _sizes(1, max_num_seqs, decode_growth)
     # A mixed step has more tokens than rows: one with as many is read as a decode step.
     top = max(max_num_batched_tokens, max_num_seqs + 1)
     start = max(64, _power_of_two_above(max_num_seqs))
     mixed = [t for t in _sizes(min(start, top), top, mixed_growth) if t > max_num_seqs]
-    return Buckets(decode=tuple(Bucket(n, n) for n in sizes), mixed=tuple(Bucket(t, max_num_seqs) for t in mixed))
+    return Buckets(
+        decode=tuple(Bucket(n, n) for n in sizes),
+        mixed=tuple(Bucket(t, max_num_seqs) for t in mixed),
+        base_decode=tuple(Bucket(n, n, has_adapters=False) for n in sizes if has_base_decode),
+    )
 
 
 def _power_of_two_above(n: int) -> int:

@@ -33,7 +33,7 @@ from dymerge_jax.model import Implementations, SplitModel, model_from_params
 from dymerge_jax.sampling import SampledTokens
 from dymerge_jax.step import StepTables
 from serving.adapter_store import AdapterStore, StoredAdapter
-from serving.batch import Bucket, RowTables, build_batch
+from serving.batch import Bucket, Buckets, RowTables, build_batch
 from serving.block_pool import BlockPool
 from serving.config import EngineConfig
 from serving.detokenize import IncrementalDetokenizer
@@ -86,6 +86,7 @@ class Engine:
         *,
         metrics: Metrics | None = None,
         implementations: Implementations = Implementations(),  # noqa: B008 (frozen)
+        buckets: Buckets | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes memory for slots and KV blocks; compiles nothing yet (`compile`).
@@ -98,6 +99,7 @@ class Engine:
           config: sizes and policy.
           metrics: where to count; None counts into a registry of its own.
           implementations: of the ops; the default picks by backend and shape.
+          buckets: sizes of the step programs; None picks them for this backend. Of use where few sizes will run.
           clock: seconds, the clock of `Request.arrival_s`.
 
         Raises:
@@ -130,7 +132,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
         )
-        self.buckets = pick_buckets(config.max_num_seqs, config.max_num_batched_tokens)
+        self.buckets = buckets or pick_buckets(config.max_num_seqs, config.max_num_batched_tokens)
         self._programs = StepPrograms(model, self.buckets, implementations)
         self._in_flight: _InFlight | None = None
         self._detokenizers: dict[str, IncrementalDetokenizer] = {}

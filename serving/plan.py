@@ -77,6 +77,11 @@ class StepPlan:
         return all(chunk.num_tokens == 1 for chunk in self.chunks)
 
     @property
+    def has_adapters(self) -> bool:
+        """True if some row is not on the base model alone."""
+        return any(chunk.request.adapters for chunk in self.chunks)
+
+    @property
     def is_empty(self) -> bool:
         """True if there is nothing to run, e.g. because every running request waits for its last token."""
         return not self.chunks

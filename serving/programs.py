@@ -52,7 +52,13 @@ def pick_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> Buckets:
     """The buckets for this backend."""
     # On a CPU the time of a step grows with its tokens, padding included.
     decode_growth, mixed_growth = (4, 2) if _is_cpu() else (2, 4)
-    return make_buckets(max_num_seqs, max_num_batched_tokens, decode_growth=decode_growth, mixed_growth=mixed_growth)
+    return make_buckets(
+        max_num_seqs,
+        max_num_batched_tokens,
+        decode_growth=decode_growth,
+        mixed_growth=mixed_growth,
+        has_base_decode=not _is_cpu(),  # where steps are short, what looks for adapters can be seen
+    )
 
 
 def _is_cpu() -> bool:
@@ -69,8 +75,17 @@ def compile_whole_step(
 ) -> CompiledStep:
     """The forward step of a bucket as one program."""
     structure, weights = split_weights(model.graph, model.state)
-    sizes = {"num_seqs": bucket.num_seqs, "implementations": implementations}
-    return forward_step.lower(structure, weights, cache, last_tokens, tables, abstract_batch(bucket), **sizes).compile()
+    return forward_step.lower(
+        structure,
+        weights,
+        cache,
+        last_tokens,
+        tables,
+        abstract_batch(bucket),
+        num_seqs=bucket.num_seqs,
+        has_adapters=bucket.has_adapters,
+        implementations=implementations,
+    ).compile()
 
 
 def compile_layered_step(

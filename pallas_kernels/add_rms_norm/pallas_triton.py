@@ -29,7 +29,7 @@ def add_rms_norm(
         in_specs=[_WHOLE] * 3,
         out_specs=[_WHOLE] * 2,
         out_shape=[out, out],
-        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=16, num_stages=1),
         interpret=jax.default_backend() != "gpu",
         name="add_rms_norm",
     )(x, delta, weight)

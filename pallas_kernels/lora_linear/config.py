@@ -72,15 +72,21 @@ class Problem:
         return f"{kind} {self.in_features}->{'+'.join(map(str, self.widths))} tokens {self.num_tokens}"
 
 
-def pick_config(problem: Problem) -> KernelConfig:
+def pick_config(problem: Problem, *, has_adapters: bool = True) -> KernelConfig:
     """The measured choice for one problem, or a rule's.
+
+    Without adapters there may be a better one, with the same splits: they alone decide in which order a sum is taken,
+    and a row on the base model must get the same bits whether others have adapters or not.
 
     Raises:
       NotImplementedError: If the kernel does not support the shapes.
     """
     check_supported(problem)
-    measured = _measured().get(problem.key)
-    config = KernelConfig(**measured) if measured else _by_rule(problem)
+    measured = _measured()
+    config = KernelConfig(**measured["configs"][problem.key]) if problem.key in measured["configs"] else None
+    config = config or _by_rule(problem)
+    if not has_adapters:
+        config = dataclasses.replace(config, **measured["plain"].get(problem.key, {}))
     num_rows = max(problem.num_rows, MIN_DOT_SIZE)
     return dataclasses.replace(
         config,
@@ -100,10 +106,12 @@ def check_supported(problem: Problem) -> None:
 
 
 @functools.cache
-def _measured() -> dict[str, dict[str, Any]]:
-    """By `Problem.key`; made on an H200 by `python -m pallas_kernels.lora_linear.tune`."""
-    text = resources.files(__package__).joinpath("h200.json").read_text()
-    return json.loads(text)["configs"]
+def _measured() -> dict[str, Any]:
+    """Made on an H200 by `python -m pallas_kernels.lora_linear.tune`.
+
+    "configs" holds whole configurations by `Problem.key`, "plain" the fields in which those without adapters differ.
+    """
+    return json.loads(resources.files(__package__).joinpath("h200.json").read_text())
 
 
 def _by_rule(problem: Problem) -> KernelConfig:

@@ -49,7 +49,7 @@ def lora_linear(
     Raises:
       NotImplementedError: If the kernel does not support the shapes or the dtype.
     """
-    picked = config or pick_config(_problem(x, slots, segments, is_swiglu=False))
+    picked = config or pick_config(_problem(x, slots, segments, is_swiglu=False), has_adapters=segments is not None)
     if segments is None:
         return _launch_plain(x, w, config=picked, is_swiglu=False, interpret=_is_cpu()), arrivals
     return _launch(x, w, slots, segments, arrivals, layer, site, config=picked, is_swiglu=False, interpret=_is_cpu())
@@ -71,7 +71,7 @@ def lora_swiglu(
     Raises:
       NotImplementedError: If the kernel does not support the shapes or the dtype.
     """
-    picked = config or pick_config(_problem(x, slots, segments, is_swiglu=True))
+    picked = config or pick_config(_problem(x, slots, segments, is_swiglu=True), has_adapters=segments is not None)
     if picked.splits != 1:
         raise NotImplementedError(f"SwiGLU needs whole sums, but the configuration has {picked.splits} splits")
     if segments is None:

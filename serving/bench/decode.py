@@ -1,10 +1,11 @@
 """Time per output token of the engine's own decode loop, for one closed batch: sampling and host included.
 
-    python -m serving.bench.decode --shape llama-3-8b --out result.json
+    python -m serving.bench.decode --shape 8b --out result.json
 
 Weights and adapters are random. Every workload generates greedily on all rows at once, end tokens ignored; a decode
 step is timed from one read of tokens to the next. Outputs are checked in the same run: each workload runs twice and
 must give the same tokens, and the logits of a batch of mixes are compared with those of the portable implementations.
+Prefill is the tokens of all prompts over the time until every request has its first token.
 """
 
 import argparse
@@ -30,13 +31,16 @@ from dymerge_jax.lora import AdapterWeights, ProjectionWeights, slot_bytes
 from dymerge_jax.model import Implementations, SplitModel, random_model
 from dymerge_jax.step import AdapterMix
 from serving.adapter_store import AdapterStore, StoredAdapter
+from serving.batch import Bucket, Buckets
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.request import Mix, Request, SamplingParams
 
 TRACED_STEPS = 8
 _SETTLING_STEPS = 2  # the first full steps still wait for prefills
-_NUM_TENSOR_SETS = 8
+_NUM_TENSOR_SETS = 4
+MAX_ADAPTERS = 96
+_SHAPES = {"8b": "llama-3-8b", "1b": "llama-3.2-1b"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,32 +51,37 @@ class Workload:
       name: of the table's row.
       batch: requests.
       mix_size: adapters of each request.
-      is_shared: all requests use the same adapters; otherwise no two share one.
+      num_adapters: different adapters of the batch; requests take `mix_size` of them in turn.
     """
 
     name: str
     batch: int
     mix_size: int
-    is_shared: bool = False
+    num_adapters: int
 
     def mix(self, index: int) -> Mix:
-        first = 0 if self.is_shared else index * self.mix_size
-        return Mix(tuple((f"lora-{first + i}", 1.0 / self.mix_size) for i in range(self.mix_size)))
-
-    @property
-    def num_active(self) -> int:
-        return self.mix_size if self.is_shared else self.mix_size * self.batch
+        first = index * self.mix_size
+        return Mix(
+            tuple((f"lora-{(first + i) % self.num_adapters}", 1.0 / self.mix_size) for i in range(self.mix_size))
+        )
 
 
 def workloads(batches: Sequence[int]) -> list[Workload]:
-    """Base, one adapter for all, one each, three each."""
+    """Base, one adapter for all, and mixes over more and more adapters."""
     result = []
     for batch in batches:
-        result += [Workload("base", batch, 0, True), Workload("one adapter for all", batch, 1, True)]
-        if batch > 1:
-            result.append(Workload("distinct, 1 each", batch, 1))
-        result.append(Workload("distinct, 3 each", batch, 3))
+        result += [Workload("base", batch, 0, 0), Workload("one adapter for all", batch, 1, 1)]
+        if batch == 1:
+            result.append(Workload("3 each", batch, 3, 3))
+        else:
+            counts = {(k, min(most, k * batch)): None for k, most in ((1, 32), (3, 52), (3, MAX_ADAPTERS))}
+            result += [Workload(f"{k} each, {n} distinct", batch, k, n) for k, n in counts]
     return result
+
+
+def prefill_workloads(batch: int) -> list[Workload]:
+    """Base and mixes of three."""
+    return [Workload("prefill, base", batch, 0, 0), Workload("prefill, 3 each", batch, 3, min(3 * batch, MAX_ADAPTERS))]
 
 
 def random_adapters(config: LlamaConfig, count: int, *, rank: int) -> dict[str, AdapterWeights]:
@@ -171,10 +180,12 @@ def run_workload(
         last_s = now_s
     engine.check_integrity()
     step_ms = np.asarray(step_s[_SETTLING_STEPS:]) * 1e3
+    if not len(step_ms):
+        step_ms = np.full(1, np.nan)  # too few steps for one that is settled
     return {
         "workload": workload.name,
         "batch": workload.batch,
-        "active_adapters": workload.num_active,
+        "active_adapters": workload.num_adapters,
         "repeats": len(step_ms),
         "tpot_ms_median": float(np.median(step_ms)),
         "tpot_ms_p90": float(np.percentile(step_ms, 90)),
@@ -190,7 +201,7 @@ def floor_ms(model: SplitModel, workload: Workload, rank: int, bandwidth: float)
     """Milliseconds to read weights and active adapters once; the embedding counts once, as output matrix."""
     config = model.config
     weights = config.num_params - (0 if config.tie_word_embeddings else config.vocab * config.hidden)
-    num_bytes = weights * model.dtype.itemsize + workload.num_active * slot_bytes(config, rank, model.dtype)
+    num_bytes = weights * model.dtype.itemsize + workload.num_adapters * slot_bytes(config, rank, model.dtype)
     return num_bytes / bandwidth * 1e3
 
 
@@ -205,7 +216,7 @@ def logits_error(engine: Engine, names: Sequence[str]) -> dict[str, float]:
             assert slots is not None
             weights[row, list(slots)] = 0.7
     mix = AdapterMix(weights=jnp.asarray(weights), gated_set_ids=jnp.full((4,), -1, jnp.int32))
-    batch = pad_batch(rng.integers(0, engine.model.config.vocab, (4, 24)).tolist())
+    batch = pad_batch(rng.integers(0, engine.model.config.vocab, (4, 16)).tolist())  # one tile, as a decode step
 
     def logits(implementations: Implementations) -> np.ndarray:
         model = engine.model
@@ -231,8 +242,13 @@ def current_commit() -> str | None:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-3-8b", help="a named model size (default: %(default)s)")
-    parser.add_argument("--batches", default="1,32", help="batch sizes (default: %(default)s)")
+    parser.add_argument("--shape", default="8b", help="8b, 1b or a named model size (default: %(default)s)")
+    parser.add_argument("--batches", default="1,32,64", help="batch sizes (default: %(default)s)")
+    parser.add_argument("--slots", type=int, default=128, help="adapter slots (default: %(default)s)")
+    parser.add_argument("--prefill", default="16x2048", help="prompts x tokens, or none (default: %(default)s)")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=8192, help="tokens of a prefill step (default: %(default)s)"
+    )
     parser.add_argument(
         "--rank", type=int, default=8, help="rank of the adapters and of the slots (default: %(default)s)"
     )
@@ -247,37 +263,60 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_engine(options: argparse.Namespace, batch: int, num_adapters: int) -> Engine:
-    """An engine of random weights for `batch` rows with a slot for each of its adapters; compiles nothing yet."""
+def make_engine(options: argparse.Namespace, batches: Sequence[int], prefill: tuple[int, int] | None) -> Engine:
+    """An engine of random weights with programs for these batches and no others; compiles nothing yet."""
     config = named_config(options.shape)
+    num_adapters = max(w.num_adapters for w in workloads(batches))
+    if options.slots < num_adapters:
+        raise ValueError(f"--slots is {options.slots}, but the workloads use {num_adapters} adapters at once")
     store = AdapterStore(config, slot_rank=options.rank, dtype=options.dtype)
-    for name, weights in random_adapters(config, num_adapters, rank=options.rank).items():
+    for name, weights in random_adapters(config, MAX_ADAPTERS, rank=options.rank).items():
         store.add(StoredAdapter(name, None, weights))
-    max_model_len = options.prompt_len + options.output_len
+    prefill_batch, prefill_len = prefill or (1, 1)
+    max_num_seqs = max(*batches, prefill_batch)
     engine_config = EngineConfig(
-        adapter_slots=num_adapters,
+        adapter_slots=options.slots,
         slot_rank=options.rank,
-        max_num_seqs=batch,
-        max_model_len=max_model_len,
-        num_blocks=batch * -(-max_model_len // EngineConfig.block_size),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=max(options.prompt_len + options.output_len, prefill_len + 2),
     )
-    return Engine(random_model(config, options.dtype), None, store, (), engine_config)
+    sizes = sorted({*batches, max_num_seqs})
+    buckets = Buckets(
+        decode=tuple(Bucket(n, n) for n in sizes),
+        mixed=(Bucket(options.max_num_batched_tokens, max_num_seqs),),
+        base_decode=tuple(Bucket(n, n, has_adapters=False) for n in sizes),
+    )
+    return Engine(random_model(config, options.dtype), None, store, (), engine_config, buckets=buckets)
 
 
-def measure(engine: Engine, batches: Sequence[int], options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(
+    engine: Engine, batches: Sequence[int], prefill: tuple[int, int] | None, options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Runs every workload twice and reports the second run, and whether both gave the same tokens."""
     timer = StepTimer(engine)
     lengths = {"prompt_len": options.prompt_len, "output_len": options.output_len}
-    rows = []
-    for workload in workloads(batches):
-        first = run_workload(engine, timer, workload, **lengths)
-        second = run_workload(engine, timer, workload, **lengths)
+
+    def run(workload: Workload, prompt_len: int, output_len: int) -> dict[str, Any]:
+        first = run_workload(engine, timer, workload, prompt_len=prompt_len, output_len=output_len)
+        second = run_workload(engine, timer, workload, prompt_len=prompt_len, output_len=output_len)
         second["tokens_repeat"] = first.pop("tokens") == second.pop("tokens")
-        second["floor_ms"] = floor_ms(engine.model, workload, options.rank, options.bandwidth)
-        rows.append(second)
+        return second
+
+    rows, prefills = [], []
+    for workload in workloads(batches):
+        row = run(workload, **lengths)
+        row["floor_ms"] = floor_ms(engine.model, workload, options.rank, options.bandwidth)
+        rows.append(row)
+    if prefill is not None:
+        batch, prompt_len = prefill
+        for workload in prefill_workloads(batch):
+            row = run(workload, prompt_len, 2)
+            row["tokens_per_s"] = batch * prompt_len / row["all_first_tokens_ms"] * 1e3
+            prefills.append({k: v for k, v in row.items() if "tpot" not in k and k != "repeats"})
     if options.trace is not None:
         run_workload(engine, timer, workloads(batches)[-1], **lengths, trace=options.trace)
-    return rows
+    return rows, prefills
 
 
 def print_report(result: dict[str, Any]) -> None:
@@ -299,6 +338,11 @@ def print_report(result: dict[str, Any]) -> None:
             f"{r['tpot_ms_p90']:7.3f} {r['floor_ms']:7.3f} {r['dispatch_ms_median']:8.3f} {r['commit_ms_median']:7.3f} "
             f"{r['repeats']:7d}  {r['tokens_repeat']}"
         )
+    for r in result["prefill"]:
+        print(
+            f"{r['workload']:22} {r['batch']:5d} {r['active_adapters']:6d} {r['tokens_per_s']:8.0f} tokens/s "
+            f"({r['all_first_tokens_ms']:.0f} ms)  same twice {r['tokens_repeat']}"
+        )
 
 
 def main() -> None:
@@ -307,12 +351,19 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if options.output_len < _SETTLING_STEPS + TRACED_STEPS + 2:
         parser.error(f"--output-len is {options.output_len}; expected at least {_SETTLING_STEPS + TRACED_STEPS + 2}")
+    options.shape = _SHAPES.get(options.shape, options.shape)
     batches = [int(b) for b in options.batches.split(",")]
-    engine = make_engine(options, max(batches), num_adapters=3 * max(batches))
+    prefill = None
+    if options.prefill != "none":
+        batch, _, prompt_len = options.prefill.partition("x")
+        if not (batch.isdigit() and prompt_len.isdigit()):
+            parser.error(f"--prefill is {options.prefill!r}; expected BATCHxTOKENS such as 16x2048, or none")
+        prefill = int(batch), int(prompt_len)
+    engine = make_engine(options, batches, prefill)
     start_s = time.perf_counter()
     engine.compile()
     compile_s = time.perf_counter() - start_s
-    rows = measure(engine, batches, options)
+    rows, prefills = measure(engine, batches, prefill, options)
     result = {
         "command": shlex.join(["python", "-m", "serving.bench.decode", *sys.argv[1:]]),
         "commit": current_commit(),
@@ -322,6 +373,7 @@ def main() -> None:
         "compile_s": compile_s,
         "logits_error": logits_error(engine, [adapter.name for adapter in engine.store.adapters]),
         "rows": rows,
+        "prefill": prefills,
     }
     print_report(result)
     if options.out is not None:

@@ -155,3 +155,12 @@ def test_every_plan_within_the_limits_has_a_bucket_and_only_decode_steps_read_as
             assert max(b.num_seqs for b in buckets.decode) == max_num_seqs
             assert max(b.num_tokens for b in buckets.mixed) >= budget
             assert len(set(buckets.all)) == len(buckets.all)
+
+
+def test_decode_steps_without_adapters_have_programs_of_their_own_where_there_are_some():
+    base, mixed = chunk_of(make_request("base")), chunk_of(make_request("mixed", "a"), row=0)
+    for has_base_decode in (False, True):
+        buckets = make_buckets(4, 64, decode_growth=2, mixed_growth=2, has_base_decode=has_base_decode)
+        assert buckets.of(StepPlan((base,))) == Bucket(1, 1, has_adapters=not has_base_decode)
+        assert buckets.of(StepPlan((base, mixed))) == Bucket(2, 2, has_adapters=True)
+        assert set(buckets.base_decode) <= set(buckets.all)

@@ -69,3 +69,28 @@ def test_a_layered_step_equals_the_step_as_one_program(case: tuple[Model, Adapte
         for tokens in last_tokens:
             np.testing.assert_array_equal(np.asarray(tokens)[batch.seqs[0, sampled]], want[batch.seqs[0, sampled]])
             assert int(tokens[1]) == 3, "a row without a sequence has lost its token"
+
+
+@pytest.mark.parametrize("implementation", ["separate", "reference", "pallas_triton"])
+def test_a_program_without_adapters_gives_rows_on_the_base_the_bits_of_one_with_some(implementation) -> None:
+    split = tiny_model(dtype=jnp.bfloat16)
+    model = Model(split, None, adapter_slots=3, slot_rank=4)
+    model.add_adapter("a", random_adapter(split.config, rank=3, seed=0))
+    structure, weights = split_weights(split.graph, split.state)
+    rows = packed_rows(3, 3)
+    rows.weights[0, 0] = 1.0
+    tables = StepTables(model.slots, None, jnp.asarray(rows.array), BLOCK_TABLES)
+    batch = packed_batch(2, 2)
+    batch.tokens[:] = [7, 9]
+    batch.seqs.T[:] = [[0, 0, 1, 0, 0, 1, 0], [2, 1, 1, 0, 0, 1, 0]]
+
+    def logits(*, has_adapters: bool) -> np.ndarray:
+        cache = empty_cache(split.config, num_blocks=12, block_size=4, dtype=split.dtype)
+        last_tokens = jnp.zeros(3, jnp.int32)
+        implementations = Implementations(lora_linear=implementation)
+        sizes = {"num_seqs": 2, "has_adapters": has_adapters, "implementations": implementations}
+        return np.asarray(forward_step(structure, weights, cache, last_tokens, tables, batch.array, **sizes).logits)
+
+    with_adapters, without = logits(has_adapters=True), logits(has_adapters=False)
+    np.testing.assert_array_equal(with_adapters[1], without[1])
+    assert (with_adapters[0] != without[0]).any(), "the adapter does nothing"
