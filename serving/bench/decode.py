@@ -40,7 +40,7 @@ TRACED_STEPS = 8
 _SETTLING_STEPS = 2  # the first full steps still wait for prefills
 _NUM_TENSOR_SETS = 4
 MAX_ADAPTERS = 96
-_SHAPES = {"8b": "llama-3-8b", "1b": "llama-3.2-1b"}
+SHAPES = {"8b": "llama-3-8b", "1b": "llama-3.2-1b"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,7 +351,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if options.output_len < _SETTLING_STEPS + TRACED_STEPS + 2:
         parser.error(f"--output-len is {options.output_len}; expected at least {_SETTLING_STEPS + TRACED_STEPS + 2}")
-    options.shape = _SHAPES.get(options.shape, options.shape)
+    options.shape = SHAPES.get(options.shape, options.shape)
     batches = [int(b) for b in options.batches.split(",")]
     prefill = None
     if options.prefill != "none":

@@ -1,12 +1,15 @@
-"""The decode benchmark runs, and says what it is to say."""
+"""The benchmarks of decoding run, and say what they are to say."""
 
 import json
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from serving.bench import decode
+from dymerge_jax.step_batch import unpack_batch
+from serving.bench import decode, step
 
 
 @pytest.mark.slow
@@ -36,3 +39,29 @@ def test_the_decode_benchmark_reports_every_workload(
     assert result["logits_error"]["max_abs_difference"] < 1e-4 < result["logits_error"]["max_change_by_adapters"]
     header, *rows = capsys.readouterr().out.splitlines()[-10:-2]
     assert all(len(row.rsplit(None, 1)[0]) == len(header.removesuffix("same twice").rstrip()) for row in rows)
+
+
+@pytest.mark.slow
+def test_the_step_benchmark_reports_every_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "result.json"
+    flags = ["--shape", "tiny", "--batches", "2", "--context", "24", "--repeats", "2", "--dtype", "float32"]
+    monkeypatch.setattr(sys, "argv", ["step", *flags, "--out", str(out)])
+    step.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["active_adapters"] for row in rows] == [0, 1, 2, 6]
+    assert all(0 < row["step_ms_min"] <= row["step_ms_median"] <= row["step_ms_max"] for row in rows)
+
+
+def test_the_rows_of_a_workload_hold_its_mixes() -> None:
+    workload = decode.Workload("w", batch=3, mix_size=2, num_adapters=4)
+    weights = step.packed_mixes(workload, 5)[:, 6:].view(np.float32)
+    assert weights.tolist() == [[0.5, 0.5, 0, 0, 0], [0, 0, 0.5, 0.5, 0], [0.5, 0.5, 0, 0, 0]]
+
+
+def test_the_batch_of_the_step_benchmark_is_one_token_of_each_row() -> None:
+    batch, targets = unpack_batch(jnp.asarray(step.decode_batch(3, 24)), 3)
+    assert batch.rows.tolist() == batch.seq_starts.tolist() == [0, 1, 2]
+    assert batch.seq_lens.tolist() == [1, 1, 1]
+    assert batch.context_lens.tolist() == [23, 23, 23]
+    assert batch.use_last_token.all()
+    assert targets.is_sampled.all()
