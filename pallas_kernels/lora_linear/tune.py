@@ -2,14 +2,16 @@
 
     python -m pallas_kernels.lora_linear.tune --shape llama-3-8b llama-3.2-1b --out pallas_kernels/lora_linear/h200.json
 
-Coordinate descent from the rule's choice: one field after another, all problems side by side, the best value kept. One
-timed call runs the op for several layers, so that weights come from memory; the score is the mean time over batches
-without adapters, with one adapter a token, and with three. Every candidate's output is checked against the float32
-reference before it may win. Never run in production: what serves is what was committed.
+Coordinate descent from the present choice, all problems side by side: first the sizes of the main programs together,
+then one field of the shrink programs after another; last, for steps without adapters, the main programs' sizes once
+more, with the same splits. One timed call runs the op for several layers, so that weights come from memory; the score
+is the mean time over batches without adapters, with one adapter a token, and with three. Every candidate's output is
+checked against the float32 reference before it may win. Never run in production: what serves is what was committed.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import shlex
@@ -33,19 +35,20 @@ from pallas_kernels.maf_mvm.shapes import GROUPS, named_shapes
 from pallas_kernels.maf_mvm.slots import ProjectionSlots
 from pallas_kernels.segments import Segments, build_segments
 
+MAIN_FIELDS = ("columns", "depth", "splits", "num_stages")
+MAIN_SIZES = tuple(itertools.product((64, 128), (64, 128), (1, 2, 4, 8), (3, 4, 5)))
 CANDIDATES: dict[str, tuple[int, ...]] = {
-    "columns": (32, 64, 128),
-    "splits": (1, 2, 4, 7, 8),
-    "num_stages": (2, 3, 4, 5),
-    "depth": (32, 64, 128),
-    "num_warps": (4, 8),
     "tail_rows": (32, 64, 128),
     "shrink_rows": (16, 32, 64),
     "shrink_splits": (2, 4, 8),
     "shrink_programs": (66, 132, 264),
     "shrink_unroll": (1, 2, 4),
-    "shrink_columns": (64, 128, 256),
+    "shrink_columns": (64, 128),
+    "num_warps": (4, 8),
 }
+ROUNDS = ("main", *CANDIDATES, "plain")
+_MAX_SHARED_BYTES = 200e3
+_NUM_PROGRAMS = (60, 280)  # fewer leave multiprocessors idle, more come in a second wave
 _PASSES = 3  # over the layers in one call, so that the device has work for longer than the host needs to launch it
 _LARGEST_ERROR = 2e-2  # of outputs of order 1 in bfloat16, relative to their norm
 
@@ -59,12 +62,14 @@ class Case:
       args: x, w of each layer, slots.
       mixes: segments by name of the batch.
       expected: output of layer 0 with the last mixes, in float32.
+      expected_base: the same without adapters.
     """
 
     problem: Problem
     args: tuple[Array, list[Array], ProjectionSlots]
     mixes: dict[str, Segments]
     expected: Array
+    expected_base: Array
 
 
 def make_case(shape: str, group: Any, num_tokens: int, *, num_slots: int, slot_rank: int, num_layers: int) -> Case:
@@ -86,9 +91,13 @@ def make_case(shape: str, group: Any, num_tokens: int, *, num_slots: int, slot_r
     ws = [normal((in_features, sum(widths)), in_features**-0.5) for _ in range(num_layers)]
     tile = max(num_tokens, MIN_DOT_SIZE)
     mixes = {name: _segments(num_tokens, num_slots, k, tile) for name, k in (("base", 0), ("one", 1), ("three", 3))}
-    expected = reference.lora_linear(x, ws[0], slots, mixes["three"], jnp.int32(0)).astype(jnp.float32)
+
+    def expected(segments: Segments | None) -> Array:
+        y = reference.lora_linear(x, ws[0], slots, segments, jnp.int32(0)).astype(jnp.float32)
+        return swiglu(y) if is_swiglu else y
+
     problem = Problem(tile, num_slots * slot_rank, in_features, widths, is_swiglu)
-    return Case(problem, (x, ws, slots), mixes, swiglu(expected) if is_swiglu else expected)
+    return Case(problem, (x, ws, slots), mixes, expected(mixes["three"]), expected(None))
 
 
 def _segments(num_tokens: int, num_slots: int, mix_size: int, tile: int) -> Segments:
@@ -103,7 +112,7 @@ def all_layers(config: KernelConfig, *, is_swiglu: bool) -> Callable[..., list[A
     """The op for every layer in turn."""
     op = pallas_triton.lora_swiglu if is_swiglu else pallas_triton.lora_linear
 
-    def run(x: Array, ws: list[Array], slots: ProjectionSlots, segments: Segments) -> list[Array]:
+    def run(x: Array, ws: list[Array], slots: ProjectionSlots, segments: Segments | None) -> list[Array]:
         arrivals, outputs = new_arrivals(_PASSES * len(ws)), []
         for i in range(_PASSES * len(ws)):
             layer = i % len(ws)
@@ -127,68 +136,132 @@ def is_valid(config: KernelConfig, problem: Problem) -> bool:
     )
 
 
-def compile_case(case: Case, config: KernelConfig) -> Any:
+def shared_bytes(config: KernelConfig, problem: Problem) -> int:
+    """Of the main programs' loop, in which every stage holds a block of x and of W."""
+    columns = config.columns * (2 if problem.is_swiglu else 1)
+    return 2 * config.num_stages * config.depth * (problem.num_tokens + columns)
+
+
+def num_programs(config: KernelConfig, problem: Problem) -> int:
+    """Main programs of one launch."""
+    out_features = problem.widths[0] if problem.is_swiglu else sum(problem.widths)
+    return out_features // config.columns * config.splits
+
+
+def compile_case(case: Case, config: KernelConfig, *, has_adapters: bool = True) -> Any:
     """The compiled chain, or the reason why there is none."""
     try:
         run = jax.jit(all_layers(config, is_swiglu=case.problem.is_swiglu))
-        return run.lower(*case.args, case.mixes["base"]).compile()
+        return run.lower(*case.args, case.mixes["base"] if has_adapters else None).compile()
     except Exception as error:
         return error
 
 
 def measure(case: Case, compiled: Any, repeats: int) -> dict[str, float] | None:
     """Microseconds a layer for each mix; None for a program that failed or is wrong."""
-    if isinstance(compiled, Exception):
+    if isinstance(compiled, Exception) or _error(compiled, case, case.mixes["three"], case.expected) > _LARGEST_ERROR:
         return None
-    y = compiled(*case.args, case.mixes["three"])[0].astype(jnp.float32)
+    return {name: _microseconds(compiled, case, segments, repeats) for name, segments in case.mixes.items()}
+
+
+def measure_plain(case: Case, compiled: Any, repeats: int) -> float:
+    """Microseconds a layer without adapters; infinity for a program that failed or is wrong."""
+    if isinstance(compiled, Exception) or _error(compiled, case, None, case.expected_base) > _LARGEST_ERROR:
+        return float("inf")
+    return _microseconds(compiled, case, None, repeats)
+
+
+def _error(compiled: Any, case: Case, segments: Segments | None, expected: Array) -> float:
+    """Norm of the difference over the expected norm; infinity for NaN."""
+    y = compiled(*case.args, segments)[0].astype(jnp.float32)
     y = y.sum(0) if y.ndim == 3 else y
-    error = jnp.linalg.norm(y - case.expected) / jnp.linalg.norm(case.expected)
-    if not error < _LARGEST_ERROR:
-        return None
-    times = {}
-    for name, segments in case.mixes.items():
-        samples = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            jax.block_until_ready([compiled(*case.args, segments) for _ in range(8)][-1])
-            samples.append((time.perf_counter() - start) / 8 / (_PASSES * len(case.args[1])) * 1e6)
-        times[name] = statistics.median(samples)
-    return times
+    error = float(jnp.linalg.norm(y - expected) / jnp.linalg.norm(expected))
+    return error if error == error else float("inf")
+
+
+def _microseconds(compiled: Any, case: Case, segments: Segments | None, repeats: int) -> float:
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready([compiled(*case.args, segments) for _ in range(8)][-1])
+        samples.append((time.perf_counter() - start) / 8 / (_PASSES * len(case.args[1])) * 1e6)
+    return statistics.median(samples)
 
 
 def score(times: dict[str, float] | None) -> float:
     return float("inf") if times is None else statistics.fmean(times.values())
 
 
-Choice = tuple[KernelConfig, dict[str, float] | None]
+@dataclasses.dataclass
+class Choice:
+    """The best so far for one case.
+
+    Attributes:
+      config: with adapters.
+      times: microseconds a layer by mix; None before the first measurement.
+      plain: the fields of `config` that are different without adapters.
+      plain_us: microseconds a layer without adapters.
+    """
+
+    config: KernelConfig
+    times: dict[str, float] | None = None
+    plain: dict[str, int] = dataclasses.field(default_factory=dict)
+    plain_us: float = float("inf")
 
 
-def tune(cases: list[Case], fields: Iterable[str], repeats: int) -> Iterator[list[Choice]]:
-    """After every round, the best configuration so far and its times for each case."""
-    best: list[Choice] = [(pick_config(case.problem), None) for case in cases]
+def tune(cases: list[Case], rounds: Iterable[str], repeats: int) -> Iterator[list[Choice]]:
+    """After every round, the best choices so far; the first round measures what `pick_config` says."""
+    best = [Choice(pick_config(case.problem)) for case in cases]
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 2)) as pool:
-        for field in (None, *fields):
-            start_s = time.perf_counter()
+        for name in ("start", *rounds):
+            start_s, is_plain = time.perf_counter(), name == "plain"
             jobs = [
-                (index, option)
-                for index, case in enumerate(cases)
-                for option in _options(best[index][0], field)
-                if is_valid(option, case.problem)
+                (i, option) for i, case in enumerate(cases) for option in options_of(best[i].config, name, case.problem)
             ]
-            programs = pool.map(lambda job: compile_case(cases[job[0]], job[1]), jobs)
             # All compiled before any is timed: the compiler's threads would disturb the host's part of a call.
-            for (index, config), program in zip(jobs, list(programs), strict=True):
-                times = measure(cases[index], program, repeats)
-                if score(times) < score(best[index][1]) * 0.99:
-                    best[index] = (config, times)
-            print(f"{field or 'rule'}: {len(jobs)} candidates, {time.perf_counter() - start_s:.0f} s", flush=True)
+            futures = [pool.submit(compile_case, cases[i], option, has_adapters=not is_plain) for i, option in jobs]
+            compiled = [future.result() for future in futures]
+            for (i, option), program in zip(jobs, compiled, strict=True):
+                update = _update_plain if is_plain else _update
+                update(best[i], option, cases[i], program, repeats)
+            print(f"{name}: {len(jobs)} candidates, {time.perf_counter() - start_s:.0f} s", flush=True)
             yield best
 
 
-def _options(config: KernelConfig, field: str | None) -> list[KernelConfig]:
-    if field is None:
-        return [config]
-    return [dataclasses.replace(config, **{field: v}) for v in CANDIDATES[field] if v != getattr(config, field)]
+def _update(choice: Choice, option: KernelConfig, case: Case, program: Any, repeats: int) -> None:
+    times = measure(case, program, repeats)
+    if score(times) < score(choice.times) * 0.99:
+        choice.config, choice.times = option, times
+
+
+def _update_plain(choice: Choice, option: KernelConfig, case: Case, program: Any, repeats: int) -> None:
+    us = measure_plain(case, program, repeats)
+    if us < choice.plain_us * 0.99:
+        choice.plain_us = us
+        fields = {name: getattr(option, name) for name in MAIN_FIELDS}
+        choice.plain = {k: v for k, v in fields.items() if v != getattr(choice.config, k)}
+
+
+def options_of(config: KernelConfig, round_name: str, problem: Problem) -> list[KernelConfig]:
+    """The valid candidates of one round; for "plain" those with the splits of `config`, itself first."""
+    match round_name:
+        case "start":
+            candidates = [config]
+        case "main" | "plain":
+            candidates = [
+                dataclasses.replace(config, **dict(zip(MAIN_FIELDS, sizes, strict=True))) for sizes in MAIN_SIZES
+            ]
+            fewest, most = _NUM_PROGRAMS
+            candidates = [
+                c
+                for c in candidates
+                if shared_bytes(c, problem) <= _MAX_SHARED_BYTES and fewest <= num_programs(c, problem) <= most
+            ]
+            if round_name == "plain":
+                candidates = [config, *(c for c in candidates if c.splits == config.splits)]
+        case field:
+            candidates = [dataclasses.replace(config, **{field: v}) for v in CANDIDATES[field]]
+    return [c for c in dict.fromkeys(candidates) if is_valid(c, problem)]
 
 
 def main() -> None:
@@ -199,7 +272,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--rank", type=int, default=8, help="rank rows of a slot")
     parser.add_argument("--layers", type=int, default=8, help="layers a call: more bytes than the L2 cache holds")
-    parser.add_argument("--fields", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
+    parser.add_argument("--rounds", nargs="+", choices=ROUNDS, default=list(ROUNDS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the table to this JSON file")
     options = parser.parse_args()
@@ -210,22 +283,24 @@ def main() -> None:
         for t in options.tokens
     ]
     print(f"device {jax.devices()[0].device_kind}, jax {jax.__version__}, {len(cases)} problems", flush=True)
-    for best in tune(cases, options.fields, options.repeats):
-        for case, (_, times) in zip(cases, best, strict=True):
-            print(
-                f"  {case.problem.key}: us a layer {times and {k: round(v, 1) for k, v in times.items()}}", flush=True
-            )
+    for best in tune(cases, options.rounds, options.repeats):
+        for case, choice in zip(cases, best, strict=True):
+            times = {k: round(v, 1) for k, v in (choice.times or {}).items()}
+            print(f"  {case.problem.key}: us a layer {times}, without adapters {choice.plain_us:.1f}", flush=True)
         if options.out:
             options.out.write_text(json.dumps(_table(cases, best), indent=1) + "\n")
 
 
 def _table(cases: list[Case], best: list[Choice]) -> dict[str, Any]:
+    by_key = {case.problem.key: choice for case, choice in zip(cases, best, strict=True)}
+    plain_us = {k: {"plain": c.plain_us} for k, c in by_key.items() if c.plain_us < float("inf")}
     return {
         "command": shlex.join(["python", "-m", "pallas_kernels.lora_linear.tune", *sys.argv[1:]]),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "us_per_layer": {case.problem.key: times for case, (_, times) in zip(cases, best, strict=True)},
-        "configs": {case.problem.key: dataclasses.asdict(c) for case, (c, _) in zip(cases, best, strict=True)},
+        "us_per_layer": {k: (c.times or {}) | plain_us.get(k, {}) for k, c in by_key.items()},
+        "configs": {k: dataclasses.asdict(c.config) for k, c in by_key.items()},
+        "plain": {k: c.plain for k, c in by_key.items() if c.plain},
     }
 
 
