@@ -3,6 +3,7 @@
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.add_rms_norm import reference
@@ -40,12 +41,14 @@ def add_rms_norm(
       ValueError: If shapes disagree.
       TypeError: If dtypes do.
     """
-    if delta.ndim != 3 or delta.shape[1:] != x.shape or weight.shape != x.shape[1:]:
+    if delta.ndim != 3 or delta.shape[0] < 1 or delta.shape[1:] != x.shape or weight.shape != x.shape[1:]:
         raise ValueError(
             f"x has shape {x.shape}, delta {delta.shape} and weight {weight.shape}; expected [num_tokens, hidden], "
-            "[num_partials, num_tokens, hidden] and [hidden]"
+            "[num_partials, num_tokens, hidden] with at least one partial sum, and [hidden]"
         )
-    if weight.dtype != x.dtype or delta.dtype not in (x.dtype, "float32"):
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        raise TypeError(f"x is {x.dtype}; expected float32 or bfloat16")
+    if weight.dtype != x.dtype or delta.dtype not in (x.dtype, jnp.float32):
         raise TypeError(
             f"x is {x.dtype}, delta {delta.dtype} and weight {weight.dtype}; expected one dtype, or delta in float32"
         )
