@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
+import json
+from importlib import resources
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,7 @@ import pytest
 from jax import lax
 
 from pallas_kernels.lora_linear import lora_linear, lora_swiglu, new_arrivals
+from pallas_kernels.lora_linear.config import Problem
 from pallas_kernels.maf_mvm import ProjectionSlots, token_tile_size
 from pallas_kernels.maf_mvm.shapes import GROUPS, Group, named_shapes
 from pallas_kernels.segments import build_segments
@@ -33,9 +37,9 @@ NUM_SLOTS, RANK = 96, 8
 each_group = pytest.mark.parametrize("group", GROUPS)
 
 
-def case_of_8b(rng: np.random.Generator, group: Group, num_tokens: int) -> LinearCase:
+def make_real_case(rng: np.random.Generator, group: Group, num_tokens: int, *, model: str = "llama-3-8b") -> LinearCase:
     """Arrays of order 1; `with_mixes` gives it its batch."""
-    in_features, widths = named_shapes()["llama-3-8b"].group(group)
+    in_features, widths = named_shapes()[model].group(group)
 
     def normal(*shape: int, size: float = 1.0) -> jax.Array:
         # Repeated, for the weights of one layer are 10^8 numbers; a prime, so that no two rows are alike.
@@ -56,7 +60,7 @@ def case_of_8b(rng: np.random.Generator, group: Group, num_tokens: int) -> Linea
     )
 
 
-def run_8b(case: LinearCase, group: Group, *, is_reference: bool = False) -> jax.Array:
+def run_real(case: LinearCase, group: Group, *, is_reference: bool = False) -> jax.Array:
     implementation = "reference" if is_reference else "pallas_triton"
     return run(case, implementation, is_swiglu=group == "gate_up", layer=0)
 
@@ -77,25 +81,35 @@ def assert_close_for_its_size(actual: jax.Array, expected: jax.Array) -> None:
 def test_all_mixes_of_the_8b_shape_match_the_reference_and_repeat(
     rng: np.random.Generator, group: Group, num_tokens: int
 ) -> None:
-    full = case_of_8b(rng, group, num_tokens)
+    full = make_real_case(rng, group, num_tokens)
     for mixes in ALL_MIXES:
         case = with_mixes(full, mix_matrix(rng, mixes, num_tokens, NUM_SLOTS, mix_size=3))
-        y = run_8b(case, group)
-        assert_close_for_its_size(y, run_8b(as_float32(case), group, is_reference=True))
-        assert_same_bits(run_8b(case, group), y)
+        y = run_real(case, group)
+        assert_close_for_its_size(y, run_real(as_float32(case), group, is_reference=True))
+        assert_same_bits(run_real(case, group), y)
 
 
-@pytest.mark.parametrize("num_tokens", [16, 32, 64])
-@each_group
+def measured_problems() -> list[tuple[str, Group, int]]:
+    """What the table of block sizes holds: there a step without adapters may have sizes of its own."""
+    table = json.loads(resources.files("pallas_kernels.lora_linear").joinpath("h200.json").read_text())
+    found = []
+    for (model, shape), group, num_tokens in itertools.product(named_shapes().items(), GROUPS, (16, 32, 64)):
+        in_features, widths = shape.group(group)
+        if Problem(num_tokens, NUM_SLOTS * RANK, in_features, widths, group == "gate_up").key in table["configs"]:
+            found.append((model, group, num_tokens))
+    return found
+
+
+@pytest.mark.parametrize(("model", "group", "num_tokens"), measured_problems())
 def test_rows_on_the_base_model_get_the_same_bits_with_and_without_segments(
-    rng: np.random.Generator, group: Group, num_tokens: int
+    rng: np.random.Generator, model: str, group: Group, num_tokens: int
 ) -> None:
-    full = case_of_8b(rng, group, num_tokens)
-    base = run_8b(dataclasses.replace(full, segments=None), group)
-    assert_same_bits(run_8b(without_pairs(full), group), base)
+    full = make_real_case(rng, group, num_tokens, model=model)
+    base = run_real(dataclasses.replace(full, segments=None), group)
+    assert_same_bits(run_real(without_pairs(full), group), base)
     weights = mix_matrix(rng, "uniform", num_tokens, NUM_SLOTS, mix_size=3)
     weights[::3] = 0
-    assert_same_bits(run_8b(with_mixes(full, weights), group)[..., ::3, :], base[..., ::3, :])
+    assert_same_bits(run_real(with_mixes(full, weights), group)[..., ::3, :], base[..., ::3, :])
 
 
 @pytest.mark.parametrize("num_tokens", [32, 64])
@@ -104,12 +118,12 @@ def test_200_launches_of_changing_mixes_give_the_bits_of_the_first(
     rng: np.random.Generator, group: Group, num_tokens: int
 ) -> None:
     """A program that did not wait for all rank rows, or saw old ones, would give other bits sooner or later."""
-    full = case_of_8b(rng, group, num_tokens)
+    full = make_real_case(rng, group, num_tokens)
     weights = [mix_matrix(rng, mixes, num_tokens, NUM_SLOTS, mix_size=3) for mixes in ALL_MIXES]
     cases = [with_mixes(full, w) for w in (*weights, np.zeros_like(weights[0]))]
     segments = jax.tree.map(lambda *arrays: jnp.stack(arrays), *(case.segments for case in cases))
     # NaN of the unused slots stays out: one slot array serves all mixes.
-    expected = jnp.stack([run_8b(dataclasses.replace(full, segments=case.segments), group) for case in cases])
+    expected = jnp.stack([run_real(dataclasses.replace(full, segments=case.segments), group) for case in cases])
     differing = count_differing(full, segments, expected, is_swiglu=group == "gate_up")
     assert int(differing) == 0
 

@@ -142,7 +142,8 @@ def test_the_tuner_writes_a_table_that_pick_config_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_table_from: Callable[[Path], None]
 ) -> None:
     out = tmp_path / "h200.json"
-    flags = "--shape tiny --group o gate_up --tokens 16 --slots 4 --layers 2 --rounds main shrink_rows plain --repeats 1 --out"
+    flags = "--shape tiny --group o gate_up --tokens 16 --slots 4 --layers 2 --repeats 1"
+    flags += " --rounds main shrink_rows plain --out"
     monkeypatch.setattr(sys, "argv", ["tune", *flags.split(), str(out)])
     tune.main()
     table = json.loads(out.read_text())
