@@ -99,7 +99,7 @@ class StepContext:
 
 
 def step_context(
-    config: LlamaConfig, inputs: StepInputs, *, num_blocks: int, block_size: int, has_adapters: bool = True
+    config: LlamaConfig, inputs: StepInputs, *, num_blocks: int, block_size: int, max_slots: int | None = None
 ) -> StepContext:
     """Places the tokens of one batch: which sequence, which KV block, which slots.
 
@@ -107,7 +107,7 @@ def step_context(
       config: shape of the model.
       inputs: of the step.
       num_blocks, block_size: of the cache.
-      has_adapters: False for a step in which every row is on the base model.
+      max_slots: the rows use no more slots than that together; 0 if all are on the base model, None says nothing.
     """
     batch, mix, gates = inputs.batch, inputs.mix, inputs.gates
     places = _token_places(batch)
@@ -132,7 +132,7 @@ def step_context(
                 tile_size=query_tile_size(batch.tokens.shape[0], batch.rows.shape[0]),
             ),
         )
-    if not has_adapters:
+    if max_slots == 0:
         return StepContext(tokens=tokens, attention=attention, segments=None, gated=None)
     with jax.named_scope("segments"):
         weights = jnp.where(places.is_real[:, None], mix.weights[token_rows], 0.0)
@@ -142,7 +142,12 @@ def step_context(
             set_ids = jnp.where(places.is_real, mix.gated_set_ids[token_rows], -1)
             gated = gated_tokens(gates, set_ids)
             is_used = is_used | gated.is_used
-        segments = build_segments(weights[:, None, :], tile_size=token_tile_size(tokens.shape[0]), is_used=is_used)
+        segments = build_segments(
+            weights[:, None, :],
+            tile_size=token_tile_size(tokens.shape[0]),
+            is_used=is_used,
+            max_segments=max_slots,
+        )
     return StepContext(tokens=tokens, attention=attention, segments=segments, gated=gated)
 
 
@@ -152,7 +157,7 @@ def hidden_states(
     inputs: StepInputs,
     implementations: Implementations,
     *,
-    has_adapters: bool = True,
+    max_slots: int | None = None,
 ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
     """Runs one batch through the layers.
 
@@ -160,7 +165,7 @@ def hidden_states(
       [num_tokens, hidden] after the final norm, of no meaning for padding, and the cache with the batch's tokens in it.
     """
     context = step_context(
-        model.config, inputs, num_blocks=cache.num_blocks, block_size=cache.block_size, has_adapters=has_adapters
+        model.config, inputs, num_blocks=cache.num_blocks, block_size=cache.block_size, max_slots=max_slots
     )
     mix = context.mix(inputs.slots, inputs.gates)
     return model(context.tokens, cache, context.attention, mix, implementations)
@@ -239,7 +244,7 @@ class StepResult:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("structure", "num_seqs", "has_adapters", "implementations"),
+    static_argnames=("structure", "num_seqs", "max_slots", "implementations"),
     donate_argnames=("cache", "last_tokens"),
 )
 def forward_step(
@@ -251,7 +256,7 @@ def forward_step(
     batch: Int[Array, " packed_len"],
     *,
     num_seqs: int,
-    has_adapters: bool = True,
+    max_slots: int | None = None,
     implementations: Implementations = Implementations(),  # noqa: B008 (frozen)
 ) -> StepResult:
     """One step, greedy: all that a step needs if none of its rows draws or wants log probabilities.
@@ -263,13 +268,14 @@ def forward_step(
       tables: what else the step reads.
       batch: [num_tokens + 7 * num_seqs] int32, see `PackedBatch`.
       num_seqs: sequences of the batch.
-      has_adapters: False for a program of rows on the base model only: the same bits for less work.
+      max_slots: a program for rows that use no more slots than that together does less for them; one for 0 slots
+        gives rows on the base model the same bits as any other. None is for any number.
       implementations: of the ops.
     """
     model = structure.merge(weights)
     work, targets = unpack_batch(batch, num_seqs)
     inputs = tables.inputs(work, last_tokens)
-    hidden, cache = hidden_states(model, cache, inputs, implementations, has_adapters=has_adapters)
+    hidden, cache = hidden_states(model, cache, inputs, implementations, max_slots=max_slots)
     return StepResult(*finish_step(model, hidden, last_tokens, work, targets), cache)
 
 

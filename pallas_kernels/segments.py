@@ -26,12 +26,15 @@ class Segments:
         `num_segments` are unused slots and must not be read.
       num_segments: [num_tiles] int32, segments of each tile; 0 for a tile of base-model or padding tokens.
       tile_size: tokens per tile; num_tiles = ceil(num_tokens / tile_size).
+      max_segments: no tile has more segments; None says nothing. Whoever builds the segments promises it: a kernel may
+        be made for so many and no more.
     """
 
     weights: Float[Array, "num_tokens num_gates num_slots"]
     slot_ids: Int[Array, "num_tiles num_slots"]
     num_segments: Int[Array, " num_tiles"]
     tile_size: int = static_field()
+    max_segments: int | None = static_field(default=None)
 
     @property
     def num_gates(self) -> int:
@@ -51,6 +54,7 @@ def build_segments(
     *,
     tile_size: int,
     is_used: Bool[Array, "num_tokens num_slots"] | None = None,
+    max_segments: int | None = None,
 ) -> Segments:
     """Sorts the pairs of each tile of tokens by slot.
 
@@ -59,6 +63,7 @@ def build_segments(
       tile_size: tokens per tile.
       is_used: [num_tokens, num_slots] pairs that may become non-zero later (`Segments.with_weights`); None takes the
         pairs whose weight is not zero.
+      max_segments: see `Segments`.
 
     Returns:
       Segments whose shapes depend on the shapes of `weights` and on `tile_size` only, never on the mixes.
@@ -74,4 +79,5 @@ def build_segments(
         slot_ids=slot_ids,
         num_segments=used.sum(1, dtype=jnp.int32),
         tile_size=tile_size,
+        max_segments=max_segments,
     )

@@ -5,6 +5,7 @@ What changes with every step (tokens, lengths) goes to the device with every ste
 """
 
 import dataclasses
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 
@@ -25,12 +26,12 @@ class Bucket:
     Attributes:
       num_tokens: flat tokens.
       num_seqs: sequences; equal to num_tokens for decode programs, less for the others.
-      has_adapters: False for a program of rows on the base model only.
+      max_slots: adapter slots that its sequences may use together; None is any number.
     """
 
     num_tokens: int
     num_seqs: int
-    has_adapters: bool = True
+    max_slots: int | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -42,24 +43,28 @@ class Buckets:
     """The step programs of an engine: all of them are compiled at start-up.
 
     Attributes:
-      decode, mixed: by ascending size.
-      base_decode: as many as `decode`, for decode steps without adapters; or none.
+      decode: for steps of one token a sequence; several of a size may differ in the slots that they are made for.
+      mixed: for all others.
     """
 
     decode: tuple[Bucket, ...]
     mixed: tuple[Bucket, ...]
-    base_decode: tuple[Bucket, ...] = ()
 
     @property
     def all(self) -> tuple[Bucket, ...]:
-        return self.decode + self.mixed + self.base_decode
+        return self.decode + self.mixed
 
-    def of(self, plan: StepPlan) -> Bucket:
-        """The smallest bucket that holds the plan."""
-        if not plan.is_decode:
-            return next(b for b in self.mixed if b.num_tokens >= plan.num_tokens)
-        decode = self.decode if plan.has_adapters or not self.base_decode else self.base_decode
-        return next(b for b in decode if b.num_seqs >= plan.num_seqs)
+    def of(self, plan: StepPlan, num_slots: int) -> Bucket:
+        """The smallest bucket that holds the plan, whose sequences use `num_slots` slots together."""
+        if plan.is_decode:
+            fitting = [b for b in self.decode if b.num_seqs >= plan.num_seqs and num_slots <= _slots_of(b)]
+        else:
+            fitting = [b for b in self.mixed if b.num_tokens >= plan.num_tokens]
+        return min(fitting, key=lambda b: (b.num_tokens, _slots_of(b)))
+
+
+def _slots_of(bucket: Bucket) -> float:
+    return math.inf if bucket.max_slots is None else bucket.max_slots
 
 
 def make_buckets(
@@ -68,7 +73,7 @@ def make_buckets(
     *,
     decode_growth: int,
     mixed_growth: int,
-    has_base_decode: bool = False,
+    decode_slots: Sequence[int | None] = (None,),
 ) -> Buckets:
     """Sizes that grow by a factor, up to the limits.
 
@@ -76,7 +81,7 @@ def make_buckets(
       max_num_seqs: rows.
       max_num_batched_tokens: token budget of a step.
       decode_growth, mixed_growth: 2 wastes least; more means fewer programs to compile.
-      has_base_decode: decode steps without adapters get programs of their own.
+      decode_slots: `Bucket.max_slots` that each size of a decode step gets a program for; one of them is None.
     """
     sizes = _sizes(1, max_num_seqs, decode_growth)
     # A mixed step has more tokens than rows: one with as many is read as a decode step.
@@ -84,9 +89,8 @@ def make_buckets(
     start = max(64, _power_of_two_above(max_num_seqs))
     mixed = [t for t in _sizes(min(start, top), top, mixed_growth) if t > max_num_seqs]
     return Buckets(
-        decode=tuple(Bucket(n, n) for n in sizes),
+        decode=tuple(Bucket(n, n, max_slots) for n in sizes for max_slots in decode_slots),
         mixed=tuple(Bucket(t, max_num_seqs) for t in mixed),
-        base_decode=tuple(Bucket(n, n, has_adapters=False) for n in sizes if has_base_decode),
     )
 
 

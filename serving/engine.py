@@ -132,7 +132,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
         )
-        self.buckets = buckets or pick_buckets(config.max_num_seqs, config.max_num_batched_tokens)
+        self.buckets = buckets or pick_buckets(config.max_num_seqs, config.max_num_batched_tokens, config.adapter_slots)
         self._programs = StepPrograms(model, self.buckets, implementations)
         self._in_flight: _InFlight | None = None
         self._detokenizers: dict[str, IncrementalDetokenizer] = {}
@@ -249,7 +249,8 @@ class Engine:
         start_s = self._clock()
         self._load(plan.loads)
         self._rows.update(plan.chunks, self.slot_cache.lookup, self._gated_set_ids)
-        sampled = self._run(plan, self.buckets.of(plan), sampler_of(plan))
+        num_slots = sum(map(self.store.num_slots, plan.adapters))
+        sampled = self._run(plan, self.buckets.of(plan, num_slots), sampler_of(plan))
         for array in jax.tree.leaves(sampled):
             array.copy_to_host_async()
         return _InFlight(plan=plan, sampled=sampled, dispatched_s=start_s)

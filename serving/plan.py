@@ -77,9 +77,9 @@ class StepPlan:
         return all(chunk.num_tokens == 1 for chunk in self.chunks)
 
     @property
-    def has_adapters(self) -> bool:
-        """True if some row is not on the base model alone."""
-        return any(chunk.request.adapters for chunk in self.chunks)
+    def adapters(self) -> set[str]:
+        """All adapters that the step's requests use."""
+        return {name for chunk in self.chunks for name in chunk.request.adapters}
 
     @property
     def is_empty(self) -> bool:

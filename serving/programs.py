@@ -48,8 +48,12 @@ def sampler_of(plan: StepPlan) -> Sampler:
     return result
 
 
-def pick_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> Buckets:
-    """The buckets for this backend."""
+FEW_SLOTS = 8
+"""A decode step that uses no more slots than that has programs of its own: most servers have few adapters at a time."""
+
+
+def pick_buckets(max_num_seqs: int, max_num_batched_tokens: int, num_slots: int) -> Buckets:
+    """The buckets for this backend and a slot array of `num_slots`."""
     # On a CPU the time of a step grows with its tokens, padding included.
     decode_growth, mixed_growth = (4, 2) if _is_cpu() else (2, 4)
     return make_buckets(
@@ -57,7 +61,8 @@ def pick_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> Buckets:
         max_num_batched_tokens,
         decode_growth=decode_growth,
         mixed_growth=mixed_growth,
-        has_base_decode=not _is_cpu(),  # where steps are short, what looks for adapters can be seen
+        # Where a step takes milliseconds, what it does in case there are many adapters can be seen.
+        decode_slots=(None,) if _is_cpu() else (0, FEW_SLOTS, None) if num_slots > FEW_SLOTS else (0, None),
     )
 
 
@@ -83,7 +88,7 @@ def compile_whole_step(
         tables,
         abstract_batch(bucket),
         num_seqs=bucket.num_seqs,
-        has_adapters=bucket.has_adapters,
+        max_slots=bucket.max_slots,
         implementations=implementations,
     ).compile()
 

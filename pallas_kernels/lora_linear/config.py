@@ -7,6 +7,7 @@ from importlib import resources
 from typing import Any
 
 MIN_DOT_SIZE = 16  # the tensor cores' smallest tile side
+_FEW_ROWS = 64  # then blocks are small: most have a row or two, and less shared memory lets more programs run
 MAX_TOKENS = 64  # more tokens want the library's GEMM: weights are then no longer what takes the time
 
 
@@ -87,6 +88,8 @@ def pick_config(problem: Problem, *, has_adapters: bool = True) -> KernelConfig:
     config = config or _by_rule(problem)
     if not has_adapters:
         config = dataclasses.replace(config, **measured["plain"].get(problem.key, {}))
+    if problem.num_rows <= _FEW_ROWS:
+        config = dataclasses.replace(config, tail_rows=_FEW_ROWS // 2, shrink_rows=_FEW_ROWS // 2)
     num_rows = max(problem.num_rows, MIN_DOT_SIZE)
     return dataclasses.replace(
         config,

@@ -96,11 +96,19 @@ def _problem(x: Array, slots: ProjectionSlots, segments: Segments | None, *, is_
         raise NotImplementedError(f"slot_rank {rank} is not supported; use a power of two such as 8 or 16")
     return Problem(
         num_tokens=_tile_size(x, segments),
-        num_rows=slots.num_slots * slots.slot_rank,
+        num_rows=_max_rows(slots, segments),
         in_features=x.shape[1],
         widths=slots.widths,
         is_swiglu=is_swiglu,
     )
+
+
+def _max_rows(slots: ProjectionSlots, segments: Segments | None) -> int:
+    """Rank rows of one projection that a step can have."""
+    num_segments = slots.num_slots
+    if segments is not None and segments.max_segments is not None:
+        num_segments = min(segments.max_segments, num_segments)
+    return num_segments * slots.slot_rank
 
 
 def _tile_size(x: Array, segments: Segments | None) -> int:
@@ -170,7 +178,7 @@ def _launch(
 ) -> tuple[Float[Array, "num_partials num_tokens out_features"], Int[Array, "num_sites cells"]]:
     in_features, width = w.shape
     out_features = width // 2 if is_swiglu else width
-    packed_rows = slots.num_projections * config.padded_rows(slots.num_slots * slots.slot_rank)
+    packed_rows = slots.num_projections * config.padded_rows(_max_rows(slots, segments))
     num_blocks = packed_rows // config.shrink_rows
     if num_blocks >= ARRIVALS_PER_SITE:
         raise NotImplementedError(

@@ -62,6 +62,10 @@ def dynamic_validate(slots: ProjectionSlots, segments: Segments, layer: int) -> 
     segments = jax.device_get(segments)
     with_segment: set[int] = set()
     for tile, num_segments in enumerate(segments.num_segments.tolist()):
+        if segments.max_segments is not None and num_segments > segments.max_segments:
+            raise ValueError(
+                f"tile {tile} has {num_segments} segments, but max_segments promises at most {segments.max_segments}"
+            )
         ids = segments.slot_ids[tile, :num_segments].tolist()
         if ids != sorted(set(ids)) or not set(ids) <= set(range(slots.num_slots)):
             raise ValueError(

@@ -34,6 +34,7 @@ from serving.adapter_store import AdapterStore, StoredAdapter
 from serving.batch import Bucket, Buckets
 from serving.config import EngineConfig
 from serving.engine import Engine
+from serving.programs import FEW_SLOTS
 from serving.request import Mix, Request, SamplingParams
 
 TRACED_STEPS = 8
@@ -283,9 +284,8 @@ def make_engine(options: argparse.Namespace, batches: Sequence[int], prefill: tu
     )
     sizes = sorted({*batches, max_num_seqs})
     buckets = Buckets(
-        decode=tuple(Bucket(n, n) for n in sizes),
+        decode=tuple(Bucket(n, n, max_slots) for n in sizes for max_slots in (0, FEW_SLOTS, None)),
         mixed=(Bucket(options.max_num_batched_tokens, max_num_seqs),),
-        base_decode=tuple(Bucket(n, n, has_adapters=False) for n in sizes),
     )
     return Engine(random_model(config, options.dtype), None, store, (), engine_config, buckets=buckets)
 

@@ -33,6 +33,7 @@ from dymerge_jax.step_batch import packed_batch, packed_rows
 from pallas_kernels.maf_mvm import ProjectionSlots
 from serving.bench.decode import SHAPES, Workload, current_commit, workloads
 from serving.bench.profile import kernel_times
+from serving.programs import FEW_SLOTS
 
 BLOCK_SIZE = 16
 STEPS = 20  # in a row, between two reads of the clock
@@ -96,7 +97,7 @@ class StepLoop:
         return StepTables(self._slots, None, jax.device_put(rows), self._block_tables)
 
     def compile(
-        self, structure: Any, tables: StepTables, *, has_adapters: bool, implementations: Implementations
+        self, structure: Any, tables: StepTables, *, max_slots: int | None, implementations: Implementations
     ) -> Any:
         return forward_step.lower(
             structure,
@@ -106,7 +107,7 @@ class StepLoop:
             tables,
             self._batch,
             num_seqs=self._num_seqs,
-            has_adapters=has_adapters,
+            max_slots=max_slots,
             implementations=implementations,
         ).compile()
 
@@ -148,12 +149,12 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         loop, programs = StepLoop(options, config, weights, slots, batch), {}
         for workload in workloads([batch]):
             tables = loop.tables(packed_mixes(workload, options.slots))
-            has_adapters = workload.num_adapters > 0
-            if has_adapters not in programs:
-                programs[has_adapters] = loop.compile(
-                    structure, tables, has_adapters=has_adapters, implementations=implementations
+            max_slots = next((n for n in (0, FEW_SLOTS) if workload.num_adapters <= n), None)
+            if max_slots not in programs:
+                programs[max_slots] = loop.compile(
+                    structure, tables, max_slots=max_slots, implementations=implementations
                 )
-            program = programs[has_adapters]
+            program = programs[max_slots]
             loop.run(program, tables, 2)
             samples = [loop.run(program, tables, STEPS) for _ in range(options.repeats)]
             ms = [sample[0] for sample in samples]

@@ -10,11 +10,14 @@ from transformers import PreTrainedTokenizerFast
 
 from dymerge_jax.kv_cache import KVCache
 from dymerge_jax.lora import SlotArray
+from dymerge_jax.step import StepTables
+from dymerge_jax.step_batch import PackedBatch
+from serving.batch import Bucket, make_buckets
 from serving.engine import Engine
 from serving.request import FinishReason
 from tests.support.engines import generate, make_engine, make_request, make_tight_engine, run_to_end, token_ids
 from tests.support.tiny_checkpoints import write_tokenizer
-from tests.support.tiny_models import random_adapter, tiny_model
+from tests.support.tiny_models import random_adapter, random_gated_set, tiny_model
 
 PROMPT = [5, 9, 2, 40, 7]
 
@@ -331,3 +334,33 @@ def test_what_the_engine_does_is_counted(engine: Engine) -> None:
     }.items():
         assert rise[name] == expected, name
     assert (after["adapters_resident"], after["kv_blocks_free"]) == (2, 24)
+
+
+@pytest.mark.slow
+def test_a_decode_program_made_for_few_slots_never_gets_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = tiny_model(vocab=257)
+    adapters = {name: random_adapter(split.config, rank=8, seed=i) for i, name in enumerate("abc")}  # two slots each
+    gated_set = random_gated_set(split.config, "g", "bc", granularity="layer", top_k=1, renormalize=True, seed=3)
+    buckets = make_buckets(4, 16, decode_growth=2, mixed_growth=2, decode_slots=(0, 2, None))
+    engine = make_engine(split, adapters, [gated_set], buckets=buckets)
+    made_for = []
+    forward = engine._programs.forward
+
+    def checked(bucket: Bucket, cache: Any, last_tokens: Any, tables: StepTables, batch: PackedBatch) -> Any:
+        rows = np.asarray(tables.rows)[batch.seqs[0, batch.seqs[2] > 0]]  # of the sequences with work
+        used = (rows[:, 6:].view(np.float32) != 0).any(0)
+        if (rows[:, 0] >= 0).any():
+            used[[slot for name in gated_set.experts for slot in engine.slot_cache.lookup(name) or ()]] = True
+        assert bucket.max_slots is None or used.sum() <= bucket.max_slots
+        made_for.append(bucket.max_slots)
+        return forward(bucket, cache, last_tokens, tables, batch)
+
+    monkeypatch.setattr(engine._programs, "forward", checked)
+    mixes: list[Any] = [{}, {"a": 1.0}, {"a": 0.5, "b": 0.5}, "g"]
+    for i, mix in enumerate(mixes):
+        engine.add_request(make_request(engine, str(i), PROMPT, mix, max_tokens=3 + 4 * (3 - i)))
+    outputs = run_to_end(engine)
+    assert {0, 2, None} == set(made_for)
+    alone = make_engine(split, adapters, [gated_set])
+    for i, mix in enumerate(mixes):
+        assert token_ids(outputs[str(i)]) == generate(alone, PROMPT, mix, max_tokens=3 + 4 * (3 - i))

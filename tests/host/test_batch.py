@@ -157,10 +157,10 @@ def test_every_plan_within_the_limits_has_a_bucket_and_only_decode_steps_read_as
             assert len(set(buckets.all)) == len(buckets.all)
 
 
-def test_decode_steps_without_adapters_have_programs_of_their_own_where_there_are_some():
-    base, mixed = chunk_of(make_request("base")), chunk_of(make_request("mixed", "a"), row=0)
-    for has_base_decode in (False, True):
-        buckets = make_buckets(4, 64, decode_growth=2, mixed_growth=2, has_base_decode=has_base_decode)
-        assert buckets.of(StepPlan((base,))) == Bucket(1, 1, has_adapters=not has_base_decode)
-        assert buckets.of(StepPlan((base, mixed))) == Bucket(2, 2, has_adapters=True)
-        assert set(buckets.base_decode) <= set(buckets.all)
+def test_a_decode_step_takes_the_program_made_for_the_fewest_slots_that_suffice():
+    plan = StepPlan((chunk_of(make_request("r")), chunk_of(make_request("s"), row=0)))
+    buckets = make_buckets(4, 64, decode_growth=2, mixed_growth=2, decode_slots=(0, 8, None))
+    for num_slots, max_slots in ((0, 0), (1, 8), (8, 8), (9, None), (1000, None)):
+        assert buckets.of(plan, num_slots) == Bucket(2, 2, max_slots)
+    anything = make_buckets(4, 64, decode_growth=2, mixed_growth=2)
+    assert anything.of(plan, 0) == anything.of(plan, 9) == Bucket(2, 2)

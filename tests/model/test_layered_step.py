@@ -72,7 +72,7 @@ def test_a_layered_step_equals_the_step_as_one_program(case: tuple[Model, Adapte
 
 
 @pytest.mark.parametrize("implementation", ["separate", "reference", "pallas_triton"])
-def test_a_program_without_adapters_gives_rows_on_the_base_the_bits_of_one_with_some(implementation) -> None:
+def test_programs_for_few_slots_and_for_none_give_the_bits_of_the_one_for_any(implementation) -> None:
     split = tiny_model(dtype=jnp.bfloat16)
     model = Model(split, None, adapter_slots=3, slot_rank=4)
     model.add_adapter("a", random_adapter(split.config, rank=3, seed=0))
@@ -84,13 +84,14 @@ def test_a_program_without_adapters_gives_rows_on_the_base_the_bits_of_one_with_
     batch.tokens[:] = [7, 9]
     batch.seqs.T[:] = [[0, 0, 1, 0, 0, 1, 0], [2, 1, 1, 0, 0, 1, 0]]
 
-    def logits(*, has_adapters: bool) -> np.ndarray:
+    def logits(max_slots: int | None) -> np.ndarray:
         cache = empty_cache(split.config, num_blocks=12, block_size=4, dtype=split.dtype)
         last_tokens = jnp.zeros(3, jnp.int32)
         implementations = Implementations(lora_linear=implementation)
-        sizes = {"num_seqs": 2, "has_adapters": has_adapters, "implementations": implementations}
+        sizes = {"num_seqs": 2, "max_slots": max_slots, "implementations": implementations}
         return np.asarray(forward_step(structure, weights, cache, last_tokens, tables, batch.array, **sizes).logits)
 
-    with_adapters, without = logits(has_adapters=True), logits(has_adapters=False)
-    np.testing.assert_array_equal(with_adapters[1], without[1])
-    assert (with_adapters[0] != without[0]).any(), "the adapter does nothing"
+    with_many, with_few, without = logits(None), logits(1), logits(0)
+    np.testing.assert_array_equal(with_few, with_many)
+    np.testing.assert_array_equal(with_many[1], without[1])
+    assert (with_many[0] != without[0]).any(), "the adapter does nothing"

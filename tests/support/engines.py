@@ -7,6 +7,7 @@ from dymerge_jax.gating import GatedSetWeights
 from dymerge_jax.lora import AdapterWeights
 from dymerge_jax.model import SplitModel
 from serving.adapter_store import AdapterStore, StoredAdapter
+from serving.batch import Buckets
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.request import FinishReason, Mix, Request, RequestOutput, SamplingParams
@@ -18,6 +19,8 @@ def make_engine(
     model: SplitModel,
     adapters: Mapping[str, AdapterWeights],
     gated_sets: Sequence[GatedSetWeights] = (),
+    *,
+    buckets: Buckets | None = None,
     **config: Any,
 ) -> Engine:
     """A compiled engine; `config` replaces small defaults."""
@@ -33,7 +36,7 @@ def make_engine(
     store = AdapterStore(model.config, slot_rank=engine_config.slot_rank, dtype=model.dtype)
     for name, weights in adapters.items():
         store.add(StoredAdapter(name, None, weights))
-    engine = Engine(model, None, store, gated_sets, engine_config)
+    engine = Engine(model, None, store, gated_sets, engine_config, buckets=buckets)
     engine.compile(progress=False)
     return engine
 
