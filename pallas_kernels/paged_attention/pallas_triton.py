@@ -7,6 +7,7 @@ long contexts) a second small kernel merges the partial results, as flash-decodi
 
 import functools
 import math
+import struct
 from typing import Any
 
 import jax
@@ -19,8 +20,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.paged_attention.config import KernelConfig, kernel_config
 from pallas_kernels.paged_attention.query_tiles import QueryTiles
 
-# Lowest score: finite, so that the difference of two of them is 0 and not NaN.
+# Score of a token that a row does not see, and the peak of a row that has seen none: both finite, so that their
+# differences are not NaN, and so far apart that the weight of the former is 0 below the latter.
 _MASKED = -1e30
+_NO_PEAK = -1e20
 
 # Triton's matrix product takes no side below 16.
 _MIN_DOT_SIZE = 16
@@ -100,7 +103,9 @@ def _paged_attention(
         jax.ShapeDtypeStruct((config.num_splits, *q.shape[:2]), jnp.float32),
     ]
     attended = pl.pallas_call(
-        functools.partial(_attend_kernel, tile_size=tiles.tile_size, q_per_kv=q_per_kv, config=config),
+        functools.partial(
+            _attend_kernel, tile_size=tiles.tile_size, q_per_kv=q_per_kv, config=config, interpret=interpret
+        ),
         grid=(num_tiles, num_kv_heads, config.num_splits),
         in_specs=[_WHOLE] * len(operands),
         out_specs=[_WHOLE, _WHOLE] if is_split else _WHOLE,
@@ -141,13 +146,17 @@ def _attend_kernel(
     tile_size: int,
     q_per_kv: int,
     config: KernelConfig,
+    interpret: bool,
 ) -> None:
     head_dim = q_ref.shape[2]
     block_size = kv_ref.shape[3]
     chunk_tokens = config.chunk_tokens
     num_rows = max(_MIN_DOT_SIZE, pl.next_power_of_2(tile_size * q_per_kv))
     precision = lax.Precision.HIGHEST if kv_ref.dtype == jnp.float32 else None
-    tile, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    scale = head_dim**-0.5 * math.log2(math.e)
+    # The last tiles of a sequence have the most work: they go first, so that the chip runs out of work evenly.
+    tile = pl.num_programs(0) - 1 - pl.program_id(0)
+    kv_head, split = pl.program_id(1), pl.program_id(2)
     length = lengths_ref[tile]
 
     @pl.when(length > 0)
@@ -169,31 +178,35 @@ def _attend_kernel(
         row_mask = _mask_rows(is_row, lanes, head_dim)
         q = plt.load(q_ref.at[row_index], mask=row_mask, other=0.0)
 
-        def attend_chunk(i: Array, carry: tuple[Array, Array, Array], *, is_whole: bool) -> tuple[Array, Array, Array]:
-            out, peak, total = carry
+        def load_blocks(i: Array) -> Array:
+            """The block of each token of a chunk; that of the last token for those past the end."""
+            slots = jnp.minimum(i * chunk_tokens + jnp.arange(chunk_tokens, dtype=jnp.int32), context_end - 1)
+            return plt.load(block_tables_ref.at[seq_id, lax.div(slots, jnp.int32(block_size))])
+
+        last_visible = jnp.minimum(position + row_tokens, context_end - 1)
+
+        def mask(slots: Array, scores: Array) -> Array:
+            return jnp.where(slots[None, :] <= last_visible[:, None], scores, _MASKED)
+
+        def attend_chunk(i: Array, carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
+            out, peak, total, blocks = carry
             slots = i * chunk_tokens + jnp.arange(chunk_tokens, dtype=jnp.int32)
-            is_cached = None if is_whole else slots < context_end
-            blocks_ref = block_tables_ref.at[seq_id, lax.div(slots, jnp.int32(block_size))]
-            blocks = plt.load(blocks_ref) if is_whole else plt.load(blocks_ref, mask=is_cached, other=0)
             cells = kv_head, lax.rem(slots, jnp.int32(block_size))[:, None], columns[None, :]
             keys = plt.load(kv_ref.at[(blocks[:, None], 0, *cells)])
+            values_ref = kv_ref.at[(blocks[:, None], 1, *cells)]
+            # Memory past the sequence's end may hold NaN, which a weight of zero would not silence.
+            value_mask = jnp.broadcast_to((slots < context_end)[:, None], (chunk_tokens, lanes.shape[0]))
+            values = plt.load(values_ref, mask=value_mask, other=0.0)
+            # One step ahead: loads whose addresses were loaded in the same step would not run ahead of the products.
+            next_blocks = load_blocks(i + 1)
             scores = lax.dot_general(
                 q, keys, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
             )
-            scores *= head_dim**-0.5 * math.log2(math.e)
-            if is_cached is not None:
-                is_visible = is_cached[None, :] & (slots[None, :] <= (position + row_tokens)[:, None])
-                scores = jnp.where(is_visible, scores, _MASKED)
-            new_peak = jnp.maximum(peak, scores.max(1))
+            # A branch in one loop, not a second loop: with two of them the assembler waits for every single product.
+            scores = lax.cond(i < num_whole, lambda scores: scores, functools.partial(mask, slots), scores)
+            new_peak = jnp.maximum(peak, scores.max(1) * scale)
             decay = jnp.exp2(peak - new_peak)
-            weights = jnp.exp2(scores - new_peak[:, None])
-            values_ref = kv_ref.at[(blocks[:, None], 1, *cells)]
-            if is_cached is None:
-                values = plt.load(values_ref)
-            else:
-                # Memory past the sequence's end may hold NaN, which a weight of zero would not silence.
-                value_mask = jnp.broadcast_to(is_cached[:, None], (chunk_tokens, lanes.shape[0]))
-                values = plt.load(values_ref, mask=value_mask, other=0.0)
+            weights = _scaled_exp2(scores, new_peak, scale, interpret=interpret)
             out = out * decay[:, None] + lax.dot_general(
                 weights.astype(values.dtype),
                 values,
@@ -201,24 +214,23 @@ def _attend_kernel(
                 precision=precision,
                 preferred_element_type=jnp.float32,
             )
-            return out, new_peak, total * decay + weights.sum(1)
+            return out, new_peak, total * decay + weights.sum(1), next_blocks
 
-        # Chunks that every row sees whole come first and need no mask.
         num_chunks = pl.cdiv(context_end, chunk_tokens)
         chunks_per_split = pl.cdiv(num_chunks, config.num_splits)
         first = split * chunks_per_split
         last = jnp.minimum(first + chunks_per_split, num_chunks)
-        whole = jnp.clip(lax.div(position + 1, jnp.int32(chunk_tokens)), first, last)
+        num_whole = lax.div(position + 1, jnp.int32(chunk_tokens))  # chunks that every row sees whole need no mask
         carry = (
             jnp.zeros((num_rows, lanes.shape[0]), jnp.float32),
-            jnp.full((num_rows,), _MASKED, jnp.float32),
+            jnp.full((num_rows,), _NO_PEAK, jnp.float32),
             jnp.zeros((num_rows,), jnp.float32),
+            load_blocks(first),
         )
-        carry = lax.fori_loop(first, whole, functools.partial(attend_chunk, is_whole=True), carry)
-        out, peak, total = lax.fori_loop(whole, last, functools.partial(attend_chunk, is_whole=False), carry)
+        out, peak, total, _ = lax.fori_loop(first, last, attend_chunk, carry)
 
         safe_total = jnp.maximum(total, 1e-30)
-        out = out / safe_total[:, None]
+        out = out * (1.0 / safe_total)[:, None]
         if lse_ref is None:
             plt.store(out_ref.at[row_index], out.astype(out_ref.dtype), mask=row_mask)
         else:
@@ -226,6 +238,23 @@ def _attend_kernel(
             # A split past the end of a short context saw nothing: weight 0 in the merge.
             lse = jnp.where(total > 0, peak + jnp.log2(safe_total), _MASKED)
             plt.store(lse_ref.at[split, start + row_tokens, row_heads], lse, mask=is_row)
+
+
+def _scaled_exp2(
+    scores: Float[Array, "rows chunk"], peak: Float[Array, " rows"], scale: float, *, interpret: bool
+) -> Float[Array, "rows chunk"]:
+    """2 ** (scores * scale - peak), at most 1: two instructions an element where the compiler makes six."""
+    if interpret:
+        return jnp.exp2(scores * scale - peak[:, None])
+    factor = struct.pack(">f", scale).hex().upper()
+    [weights] = plt.elementwise_inline_asm(
+        f"{{ .reg .f32 t; fma.rn.ftz.f32 t, $1, 0f{factor}, $2; ex2.approx.ftz.f32 $0, t; }}",
+        args=[scores, jnp.broadcast_to(-peak[:, None], scores.shape)],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(scores.shape, jnp.float32)],
+    )
+    return weights
 
 
 def _merge_kernel(
