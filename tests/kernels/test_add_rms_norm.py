@@ -84,7 +84,7 @@ def test_every_width_matches_the_reference(rng: np.random.Generator, dtype: Any,
 
 
 @each_dtype
-@pytest.mark.parametrize("num_partials", [1, 3, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 5, 6, 7))])
+@pytest.mark.parametrize("num_partials", [1, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4, 5, 6, 7))])
 def test_every_number_of_partial_sums_matches_the_reference(
     rng: np.random.Generator, dtype: Any, num_partials: int
 ) -> None:
@@ -92,10 +92,9 @@ def test_every_number_of_partial_sums_matches_the_reference(
     assert_matches_reference(arguments(rng, num_partials=num_partials, dtype=dtype, delta_dtype=dtype))
 
 
-@each_dtype
 @pytest.mark.parametrize("num_tokens", [1, 33])
-def test_every_number_of_rows_matches_the_reference(rng: np.random.Generator, dtype: Any, num_tokens: int) -> None:
-    assert_matches_reference(arguments(rng, num_tokens=num_tokens, dtype=dtype))
+def test_every_number_of_rows_matches_the_reference(rng: np.random.Generator, num_tokens: int) -> None:
+    assert_matches_reference(arguments(rng, num_tokens=num_tokens, hidden=96))
 
 
 @each_implementation

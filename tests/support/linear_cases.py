@@ -52,7 +52,7 @@ def make_full_case(rng: np.random.Generator, problem: Problem) -> LinearCase:
     return make_linear_case(rng, p, mix_matrix(rng, "identical", p.num_tokens, p.num_slots, mix_size=p.num_slots))
 
 
-def with_mixes(case: LinearCase, weights: np.ndarray | Array) -> LinearCase:
+def with_mixes(case: LinearCase, weights: np.ndarray | Array, max_segments: int | None = None) -> LinearCase:
     """The same arrays with other mixes; NaN in all slots that they do not use."""
     assert case.segments is not None
     unused = ~(np.asarray(weights) != 0).any((0, 1))
@@ -62,7 +62,7 @@ def with_mixes(case: LinearCase, weights: np.ndarray | Array) -> LinearCase:
         filled[:, unused] = np.nan
         return jnp.asarray(filled)
 
-    segments = build_segments(jnp.asarray(weights), tile_size=case.segments.tile_size)
+    segments = build_segments(jnp.asarray(weights), tile_size=case.segments.tile_size, max_segments=max_segments)
     return dataclasses.replace(case, slots=jax.tree.map(fill, case.slots), segments=segments)
 
 
