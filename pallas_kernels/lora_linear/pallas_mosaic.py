@@ -126,7 +126,8 @@ def _launch_shrink(
 
     Blocks past the last segment are not written.
     """
-    num_blocks = config.num_blocks(slots.num_slots * slots.slot_rank)
+    most = slots.num_slots if segments.max_segments is None else min(segments.max_segments, slots.num_slots)
+    num_blocks = config.num_blocks(max(most, 1) * slots.slot_rank)
     call = plgpu.kernel(
         functools.partial(
             _shrink_kernel, config=config, num_blocks=num_blocks, slot_rank=slots.slot_rank, is_interpreted=interpret

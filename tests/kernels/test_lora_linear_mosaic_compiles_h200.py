@@ -1,0 +1,123 @@
+"""The Mosaic kernels of lora_linear become H200 machine code, two launches a call, on a machine without a GPU."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.lora_linear import new_arrivals, pallas_mosaic
+from pallas_kernels.lora_linear.mosaic_config import MosaicConfig, MosaicProblem, pick_config
+from pallas_kernels.maf_mvm import ProjectionSlots, token_tile_size
+from pallas_kernels.maf_mvm.shapes import GROUPS, Group, named_shapes
+from pallas_kernels.segments import build_segments
+from tests.support.aot_h200 import H200, h200_target
+from tests.support.linear_cases import LinearCase
+
+
+@pytest.fixture(scope="module")
+def h200() -> Iterator[H200]:
+    with h200_target() as target:
+        yield target
+
+
+def structs(
+    model: str, group: Group, num_tokens: int, *, num_slots: int = 128, slot_rank: int = 8, has_segments: bool = True
+) -> LinearCase:
+    """Shapes of the op's arguments."""
+    in_features, widths = named_shapes()[model].group(group)
+
+    def build() -> LinearCase:
+        weights = jnp.zeros((num_tokens, 1, num_slots))
+        return LinearCase(
+            x=jnp.zeros((num_tokens, in_features), jnp.bfloat16),
+            w=jnp.zeros((in_features, sum(widths)), jnp.bfloat16),
+            slots=ProjectionSlots(
+                a=jnp.zeros((2, num_slots, len(widths) * slot_rank, in_features), jnp.bfloat16),
+                b=jnp.zeros((2, num_slots, slot_rank, sum(widths)), jnp.bfloat16),
+                scale=jnp.zeros((2, num_slots, len(widths))),
+                widths=widths,
+            ),
+            segments=build_segments(weights, tile_size=token_tile_size(num_tokens)) if has_segments else None,
+            arrivals=new_arrivals(1),
+        )
+
+    return jax.eval_shape(build)
+
+
+def call(group: Group, case: LinearCase, layer: jax.Array, config: MosaicConfig | None = None) -> jax.Array:
+    op = pallas_mosaic.lora_swiglu if group == "gate_up" else pallas_mosaic.lora_linear
+    return op(case.x, case.w, case.slots, case.segments, layer, config=config)
+
+
+def compile_group(
+    h200: H200, group: Group, case: LinearCase, config: MosaicConfig | None = None
+) -> jax.stages.Compiled:
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    return h200.compile(lambda case, layer: call(group, case, layer, config), case, scalar)
+
+
+def launches_of(compiled: jax.stages.Compiled) -> list[str]:
+    """The operations of the program that launch something."""
+    entry = str(compiled.as_text()).split("ENTRY")[1]
+    names = ("fusion(", "custom-call(", "copy(", "copy-start(", "dynamic-slice(", "dynamic-update-slice(", "while(")
+    return [line for line in entry.splitlines() if any(f" {name}" in line for name in names)]
+
+
+@pytest.mark.parametrize("num_tokens", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 64)), 32])
+@pytest.mark.parametrize("group", GROUPS)
+def test_decode_of_the_8b_shape_is_two_launches_that_copy_nothing(h200: H200, group: Group, num_tokens: int) -> None:
+    compiled = compile_group(h200, group, structs("llama-3-8b", group, num_tokens))
+    shrink, site = launches_of(compiled)
+    assert "/lora_shrink/" in shrink
+    assert ("/lora_swiglu/" if group == "gate_up" else "/lora_linear/") in site
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 1 << 22  # v alone
+
+
+def test_a_call_without_segments_is_one_launch_without_scratch(h200: H200) -> None:
+    compiled = compile_group(h200, "qkv", structs("llama-3-8b", "qkv", 32, has_segments=False))
+    [launch] = launches_of(compiled)
+    assert "/linear/" in launch
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 1 << 12
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("has_segments", [False, True])
+def test_only_base_weights_are_fetched_before_the_wait_for_the_kernels_ahead(has_segments: bool) -> None:
+    """Whatever else a launch reads, a kernel of the same step may have just written."""
+    case = structs("llama-3-8b", "gate_up", 32, has_segments=has_segments)
+    config = pick_config(MosaicProblem(4096, (14336, 14336), True))
+    traced = jax.jit(lambda case, layer: call("gate_up", case, layer)).trace(case, jnp.int32(0))
+    # What stands ahead of each wait in the jaxpr that it is in.
+    aheads = [text.rsplit("lambda", 1)[1] for text in str(traced.jaxpr).split("griddepcontrol_wait")[:-1]]
+    assert len(aheads) == (2 if has_segments else 1)
+    assert not any(" <- " in ahead or "_to_gmem" in ahead for ahead in aheads)
+    fetches = [ahead.count("copy_gmem_to_smem") for ahead in aheads]
+    assert fetches[-1] == 2 * config.buffers  # a tile of the gate's weights and one of the up projection's
+    assert fetches[:-1] == [0] * has_segments
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", list(named_shapes()))
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_named_shape_compiles(h200: H200, model: str, group: Group) -> None:
+    assert len(launches_of(compile_group(h200, group, structs(model, group, 32)))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_slots", "slot_rank"), [(4, 8), (64, 16), (64, 24), (64, 32), (16, 64), (256, 8)])
+def test_every_slot_array_compiles(h200: H200, num_slots: int, slot_rank: int) -> None:
+    case = structs("llama-3-8b", "qkv", 32, num_slots=num_slots, slot_rank=slot_rank)
+    assert len(launches_of(compile_group(h200, "qkv", case))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("depth", "shrink_splits"), [(64, 1), (64, 4), (128, 1), (128, 2), (128, 8)])
+@pytest.mark.parametrize("columns", [64, 128])
+def test_block_sizes_of_a_sweep_compile(h200: H200, depth: int, shrink_splits: int, columns: int) -> None:
+    config = MosaicConfig(columns, depth, 3, 2, shrink_splits, 64, 3)
+    assert len(launches_of(compile_group(h200, "o", structs("llama-3-8b", "o", 32), config))) == 2
