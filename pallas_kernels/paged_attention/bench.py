@@ -1,9 +1,11 @@
 """Times every implementation of paged_attention on the named shapes, next to the reference and a bound by bytes.
 
     python -m pallas_kernels.paged_attention.bench --shapes 8b_decode_32x2048 8b_mixed_512 --out attention.json
+    python -m pallas_kernels.paged_attention.bench --sweep --shapes 8b_prefill_4x2048+0 8b_prefill_16x512+0
 
 The bound is the time to read the live keys and values once at the speed at which this device copies a large array,
-measured in the same run. Each result is compared with the float32 reference before it is timed.
+measured in the same run. Each result is compared with the float32 reference before it is timed. With --sweep it is
+block sizes of the Pallas kernel that are compared, each name saying tokens a tile, tokens a chunk, warps and stages.
 """
 
 import argparse
@@ -11,7 +13,7 @@ import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +21,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels.paged_attention import pallas_triton
 from pallas_kernels.paged_attention.api import Implementation, paged_attention
-from pallas_kernels.paged_attention.shapes import SHAPES, AttentionInputs, random_inputs
+from pallas_kernels.paged_attention.config import KernelConfig
+from pallas_kernels.paged_attention.shapes import SHAPES, AttentionInputs, AttentionShape, query_tiles, random_inputs
 
 # Calls in a row inside one program, each on the output of the one before: hides the dispatch from the host.
 _CALLS_PER_REPEAT = 32
+
+# (tokens a tile, tokens a chunk, warps, stages) of the prefill sweep: 64 to 256 query rows a program for four query
+# heads to a KV head. On an H200 all keep the products in flight; only 32x64 w4 spills registers inside its loop.
+SWEPT = (
+    (16, 64, 4, 2),
+    (16, 64, 4, 3),
+    (16, 128, 4, 2),
+    (32, 32, 4, 3),
+    (32, 64, 4, 2),
+    (32, 64, 8, 2),
+    (32, 64, 8, 3),
+    (32, 128, 8, 2),
+    (32, 128, 8, 3),
+    (64, 32, 8, 3),
+    (64, 64, 8, 2),
+    (64, 64, 8, 3),
+)
 
 _COPY_BYTES = {"gpu": 4 << 30, "cpu": 256 << 20}
 
@@ -34,7 +55,7 @@ class Measurement:
 
     Attributes:
       shape: name in `SHAPES`.
-      implementation: name of the implementation.
+      implementation: name of the implementation, or of its block sizes.
       median_s: median over the repeats.
       p90_s: 90th percentile over the repeats.
       bound_s: time to read the live cache once at the copy speed of the device.
@@ -64,7 +85,8 @@ def main() -> None:
     )
     measurements = []
     for name in args.shapes:
-        for measurement in measure_shape(name, args.dtype, args.implementations, args.repeats, bytes_per_s):
+        measured = sweep_shape if args.sweep else measure_shape
+        for measurement in measured(name, args.dtype, args.implementations, args.repeats, bytes_per_s):
             measurements.append(measurement)
             print(_as_row(measurement), flush=True)
     if args.out:
@@ -91,6 +113,7 @@ def _parse_args() -> argparse.Namespace:
         choices=["reference", "portable", "pallas_triton"],
         default=["reference", "portable", "pallas_triton"] if on_gpu else ["reference", "portable"],
     )
+    parser.add_argument("--sweep", action="store_true", help="compare block sizes of the Pallas kernel instead")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16" if on_gpu else "float32")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=pathlib.Path, help="also write the results to this JSON file")
@@ -99,32 +122,61 @@ def _parse_args() -> argparse.Namespace:
 
 def measure_shape(
     name: str, dtype: str, implementations: Sequence[Implementation], repeats: int, bytes_per_s: float
-) -> list[Measurement]:
+) -> Iterator[Measurement]:
     """Checks and times the implementations on one named shape."""
     shape = SHAPES[name]
     inputs = random_inputs(shape, dtype, np.random.default_rng(0))
     expected = np.asarray(_float32_reference(inputs))
-    measurements = []
     for implementation in implementations:
 
         def call(q: Array, inputs: AttentionInputs, implementation: Implementation = implementation) -> Array:
             return paged_attention(q, inputs.kv, inputs.block_tables, inputs.tiles, implementation=implementation)
 
-        out = np.asarray(jax.jit(call)(inputs.q, inputs), np.float32)
-        times = time_calls(call, inputs.q, inputs, repeats=repeats)
-        median = float(np.median(times))
-        measurements.append(
-            Measurement(
-                shape=name,
-                implementation=implementation,
-                median_s=median,
-                p90_s=float(np.quantile(times, 0.9)),
-                bound_s=shape.cache_bytes(dtype) / bytes_per_s,
-                tflops=shape.flops() / median / 1e12,
-                error=float(np.linalg.norm(out - expected) / np.linalg.norm(expected)),
-            )
-        )
-    return measurements
+        yield _measure(name, shape, implementation, call, inputs, expected, repeats, bytes_per_s)
+
+
+def sweep_shape(
+    name: str, dtype: str, implementations: Sequence[Implementation], repeats: int, bytes_per_s: float
+) -> Iterator[Measurement]:
+    """Checks and times the block sizes of `SWEPT`, and those that the shapes pick, on one named shape."""
+    shape = SHAPES[name]
+    yield from measure_shape(name, dtype, ["pallas_triton"], repeats, bytes_per_s)
+    inputs = random_inputs(shape, dtype, np.random.default_rng(0))
+    expected = np.asarray(_float32_reference(inputs))
+    for tile_size, chunk_tokens, num_warps, num_stages in SWEPT:
+        config = KernelConfig(chunk_tokens, num_splits=1, num_warps=num_warps, num_stages=num_stages)
+        tiles = query_tiles(dataclasses.replace(shape, tile_size=tile_size))
+        tiled = dataclasses.replace(inputs, tiles=tiles)
+
+        def call(q: Array, inputs: AttentionInputs, config: KernelConfig = config) -> Array:
+            return pallas_triton.paged_attention(q, inputs.kv, inputs.block_tables, inputs.tiles, config=config)
+
+        label = f"{tile_size}x{chunk_tokens} w{num_warps} s{num_stages}"
+        yield _measure(name, shape, label, call, tiled, expected, repeats, bytes_per_s)
+
+
+def _measure(
+    name: str,
+    shape: AttentionShape,
+    label: str,
+    call: Callable[..., Array],
+    inputs: AttentionInputs,
+    expected: np.ndarray,
+    repeats: int,
+    bytes_per_s: float,
+) -> Measurement:
+    out = np.asarray(jax.jit(call)(inputs.q, inputs), np.float32)
+    times = time_calls(call, inputs.q, inputs, repeats=repeats)
+    median = float(np.median(times))
+    return Measurement(
+        shape=name,
+        implementation=label,
+        median_s=median,
+        p90_s=float(np.quantile(times, 0.9)),
+        bound_s=shape.cache_bytes(inputs.kv.dtype) / bytes_per_s,
+        tflops=shape.flops() / median / 1e12,
+        error=float(np.linalg.norm(out - expected) / np.linalg.norm(expected)),
+    )
 
 
 @jax.jit

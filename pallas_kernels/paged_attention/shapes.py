@@ -146,6 +146,8 @@ SHAPES: dict[str, AttentionShape] = {
     "8b_decode_32_skewed": _llama_8b((1,) * 32, tuple(8191 // (i + 1) for i in range(32))),
     "8b_prefill_512+0": _llama_8b((512,), (0,)),
     "8b_prefill_4x512+0": _llama_8b((512,) * 4, (0,) * 4),
+    "8b_prefill_4x2048+0": _llama_8b((2048,) * 4, (0,) * 4),
+    "8b_prefill_16x512+0": _llama_8b((512,) * 16, (0,) * 16),
     "8b_prefill_2048+2048": _llama_8b((2048,), (2048,)),
     "8b_mixed_512": _llama_8b((481, *(1,) * 31), (512, *(1023,) * 31)),
     "135m_decode_1x256": _smollm2_135m((1,), (255,)),

@@ -1,12 +1,22 @@
 """The Pallas kernel of paged_attention becomes H200 machine code, on a machine without a GPU."""
 
+import dataclasses
+import functools
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.paged_attention import QueryTiles, build_query_tiles, paged_attention, query_tile_size
+from pallas_kernels.paged_attention import (
+    QueryTiles,
+    build_query_tiles,
+    paged_attention,
+    pallas_triton,
+    query_tile_size,
+)
+from pallas_kernels.paged_attention.bench import SWEPT
+from pallas_kernels.paged_attention.config import KernelConfig
 from pallas_kernels.paged_attention.shapes import SHAPES, AttentionShape
 from tests.support.aot_h200 import H200, h200_target, triton_offsets
 
@@ -19,7 +29,7 @@ def h200() -> Iterator[H200]:
 
 def structs(shape: AttentionShape, dtype: str, num_blocks: int = 4096):
     """Shapes of the op's arguments for a step of `shape`."""
-    tile_size = query_tile_size(shape.num_tokens, shape.num_seqs)
+    tile_size = shape.tile_size or query_tile_size(shape.num_tokens, shape.num_seqs)
     per_seq = jax.ShapeDtypeStruct((shape.num_seqs,), jnp.int32)
 
     def tiles(starts, lens, contexts) -> QueryTiles:
@@ -53,6 +63,16 @@ def test_model_shapes_compile_and_copy_nothing(name: str, dtype: str, h200: H200
     assert memory is not None
     assert memory.alias_size_in_bytes == args[0].size * args[0].dtype.itemsize
     assert memory.temp_size_in_bytes < 33 * args[0].size * 4 + (1 << 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tile_size", "chunk_tokens", "num_warps", "num_stages"), SWEPT)
+def test_every_block_size_of_the_sweep_compiles(h200: H200, tile_size, chunk_tokens, num_warps, num_stages):
+    shape = dataclasses.replace(SHAPES["8b_prefill_4x2048+0"], tile_size=tile_size)
+    config = KernelConfig(chunk_tokens, num_splits=1, num_warps=num_warps, num_stages=num_stages)
+    attend = functools.partial(pallas_triton.paged_attention, config=config, interpret=False)
+    compiled = h200.compile(attend, *structs(shape, "bfloat16"), donate_argnums=0)
+    assert "paged_attention" in str(compiled.as_text())
 
 
 def test_o1_a_cache_of_more_than_two_to_the_31_elements_is_indexed_with_64_bits(h200: H200):
