@@ -11,7 +11,7 @@ from pallas_kernels.lora_linear.checks import static_validate
 from pallas_kernels.maf_mvm.slots import ProjectionSlots
 from pallas_kernels.segments import Segments
 
-Implementation = Literal["reference", "separate", "pallas_triton"]
+Implementation = Literal["reference", "separate", "pallas_triton", "pallas_mosaic"]
 
 
 def lora_linear(
@@ -39,8 +39,9 @@ def lora_linear(
       arrivals: from `new_arrivals`, handed on by every call of the step; donated where the step is one program.
       layer: layer of `slots`, a Python int or an int32 scalar.
       site: which cell of `arrivals` is this call's own; no other call of the step may use it.
-      implementation: "reference", "separate" (the library's GEMM, then `maf_mvm`) or "pallas_triton" (one launch).
-        None picks "pallas_triton" on a GPU for shapes that it supports, else "separate".
+      implementation: "reference", "separate" (the library's GEMM, then `maf_mvm`), "pallas_triton" (one launch) or
+        "pallas_mosaic" (two launches, Hopper). None picks "pallas_triton" on a GPU for shapes that it supports, else
+        "separate".
       maf_implementation: of `maf_mvm` where it is called.
 
     Returns:
@@ -70,6 +71,10 @@ def lora_linear(
                     raise
             y = separate.lora_linear(x, w, slots, segments, layer, maf_implementation=maf_implementation)
             return y[None], arrivals
+        case "pallas_mosaic":
+            from pallas_kernels.lora_linear import pallas_mosaic
+
+            return pallas_mosaic.lora_linear(x, w, slots, segments, layer), arrivals
         case unknown:
             raise _unknown(unknown)
 
@@ -113,6 +118,10 @@ def lora_swiglu(
                     raise
             y = separate.lora_linear(x, w, slots, segments, layer, maf_implementation=maf_implementation)
             return separate.swiglu(y), arrivals
+        case "pallas_mosaic":
+            from pallas_kernels.lora_linear import pallas_mosaic
+
+            return pallas_mosaic.lora_swiglu(x, w, slots, segments, layer), arrivals
         case unknown:
             raise _unknown(unknown)
 
@@ -124,5 +133,6 @@ def _pick() -> Implementation:
 
 def _unknown(implementation: str) -> ValueError:
     return ValueError(
-        f"implementation {implementation!r} is unknown; expected 'reference', 'separate' or 'pallas_triton'"
+        f"implementation {implementation!r} is unknown; "
+        "expected 'reference', 'separate', 'pallas_triton' or 'pallas_mosaic'"
     )
