@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.lora_linear import pallas_mosaic, tune
+from pallas_kernels.lora_linear import lora_linear, lora_swiglu, pallas_mosaic, tune
 from pallas_kernels.lora_linear.mosaic_config import MosaicConfig, MosaicProblem, pick_config
 from pallas_kernels.maf_mvm.shapes import GROUPS, Group, named_shapes
 from pallas_kernels.segments import Segments, build_segments
@@ -173,6 +175,34 @@ def test_every_pattern_of_empty_segments_matches_the_reference(rng: np.random.Ge
     assert full.segments is not None
     for pattern in ([True, False, False], [False, True, False], [False, False, True], [True, False, True]):
         assert_matches_reference(with_mixes(full, np.where(pattern, full.segments.weights, 0)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(is_gpu, reason="needs the interpreter")
+def test_the_interpreter_finds_no_race_in_shared_memory(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    monkeypatch.setattr(pallas_mosaic, "_interpret_args", lambda _: {"interpret": params})
+    jax.clear_caches()
+    for is_swiglu in (False, True):
+        run_mosaic(make_linear_case(rng, bfloat16_problem(widths=GATE_UP)), is_swiglu=is_swiglu)
+        assert not gpu_callbacks.get_races().races_found
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("has_segments", [False, *slow(True)])
+@pytest.mark.parametrize("is_swiglu", [False, True], ids=["linear", "swiglu"])
+def test_the_op_runs_it_by_name_and_leaves_the_counters_alone(
+    rng: np.random.Generator, has_segments: bool, is_swiglu: bool
+) -> None:
+    case = make_linear_case(rng, bfloat16_problem(widths=GATE_UP))
+    case = case if has_segments else base_of(case)
+    op = lora_swiglu if is_swiglu else lora_linear
+    args = (case.x, case.w, case.slots, case.segments, case.arrivals)
+    y, arrivals = op(*args, layer=1, site=1, implementation="pallas_mosaic")
+    assert_same_bits(y, run_mosaic(case, is_swiglu=is_swiglu))
+    assert_same_bits(arrivals, case.arrivals)
 
 
 # What is refused, and what is picked
