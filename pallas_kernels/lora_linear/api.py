@@ -106,8 +106,8 @@ def lora_swiglu(
         case "reference":
             return separate.swiglu(reference.lora_linear(x, w, slots, segments, layer)), arrivals
         case "separate":
-            y = separate.lora_linear(x, w, slots, segments, layer, maf_implementation=maf_implementation)
-            return separate.swiglu(y), arrivals
+            y = separate.lora_swiglu(x, w, slots, segments, layer, maf_implementation=maf_implementation)
+            return y, arrivals
         case "pallas_triton":
             from pallas_kernels.lora_linear import pallas_triton
 
@@ -116,8 +116,8 @@ def lora_swiglu(
             except NotImplementedError:
                 if implementation is not None:
                     raise
-            y = separate.lora_linear(x, w, slots, segments, layer, maf_implementation=maf_implementation)
-            return separate.swiglu(y), arrivals
+            y = separate.lora_swiglu(x, w, slots, segments, layer, maf_implementation=maf_implementation)
+            return y, arrivals
         case "pallas_mosaic":
             from pallas_kernels.lora_linear import pallas_mosaic
 

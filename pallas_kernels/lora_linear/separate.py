@@ -1,11 +1,10 @@
 """The library's GEMM, then `maf_mvm` onto its output: any backend, any shape; the fast form of a prefill."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.maf_mvm import ProjectionSlots, maf_mvm
+from pallas_kernels.maf_mvm import ProjectionSlots, maf_mvm, maf_swiglu, swiglu
 from pallas_kernels.segments import Segments
 
 
@@ -25,15 +24,25 @@ def lora_linear(
     return maf_mvm(x, slots, segments, base, layer=layer, implementation=maf_implementation)  # pyright: ignore[reportArgumentType]
 
 
+def lora_swiglu(
+    x: Float[Array, "num_tokens in_features"],
+    w: Float[Array, "in_features two_ffn"],
+    slots: ProjectionSlots,
+    segments: Segments | None,
+    layer: Int[Array, ""],
+    *,
+    maf_implementation: str | None = None,
+) -> Float[Array, "num_tokens ffn"]:
+    """See `pallas_kernels.lora_linear.lora_swiglu`."""
+    base = matmul(x, w)
+    if segments is None:
+        return swiglu(base)
+    return maf_swiglu(x, slots, segments, base, layer=layer, implementation=maf_implementation)  # pyright: ignore[reportArgumentType]
+
+
 def matmul(
     x: Float[Array, "num_tokens in_features"], w: Float[Array, "in_features out_features"]
 ) -> Float[Array, "num_tokens out_features"]:
     """x @ w, accumulated in float32; float32 inputs get full-precision products on every backend (no TF32)."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.dot_general(x, w, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=x.dtype)
-
-
-def swiglu(gate_up: Float[Array, "num_tokens two_ffn"]) -> Float[Array, "num_tokens ffn"]:
-    """silu(gate) * up of the two halves, in float32, rounded to their dtype."""
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)

@@ -11,7 +11,7 @@ from pallas_kernels.maf_mvm.checks import static_validate
 from pallas_kernels.maf_mvm.slots import ProjectionSlots
 from pallas_kernels.segments import Segments
 
-__all__ = ["Implementation", "ProjectionSlots", "maf_mvm"]
+__all__ = ["Implementation", "ProjectionSlots", "maf_mvm", "maf_swiglu", "swiglu"]
 
 Implementation = Literal["reference", "dense", "loop", "pallas_triton", "jax_triton"]
 
@@ -64,6 +64,44 @@ def maf_mvm(
         except NotImplementedError:
             continue
     return _run("dense", x, slots, segments, base, layer)
+
+
+def maf_swiglu(
+    x: Float[Array, "num_tokens in_features"],
+    slots: ProjectionSlots,
+    segments: Segments,
+    base: Float[Array, "num_tokens two_ffn"],
+    *,
+    layer: int | Array,
+    implementation: Implementation | None = None,
+) -> Float[Array, "num_tokens ffn"]:
+    """silu(gate) * up of the two halves of `maf_mvm`'s y, each rounded to the dtype of x first.
+
+    Args and errors: as for `maf_mvm`; `slots` has two projections of equal width, gate and up. "pallas_triton" is one
+    kernel less and never writes y; the other implementations are `maf_mvm` and `swiglu`.
+
+    Returns:
+      [num_tokens, ffn] in the dtype of x.
+    """
+    static_validate(x, slots, segments, base, layer)
+    if slots.num_projections != 2 or slots.widths[0] != slots.widths[1]:
+        raise ValueError(f"slots has projections of widths {slots.widths}; expected two of equal width, gate and up")
+    if implementation == "pallas_triton" or (implementation is None and jax.default_backend() == "gpu"):
+        from pallas_kernels.maf_mvm import pallas_triton
+
+        try:
+            layer_index = jnp.asarray(layer, jnp.int32)
+            return pallas_triton.maf_mvm(x, slots, segments, base, layer_index, ends_in_swiglu=True)
+        except NotImplementedError:
+            if implementation is not None:
+                raise
+    return swiglu(maf_mvm(x, slots, segments, base, layer=layer, implementation=implementation))
+
+
+def swiglu(gate_up: Float[Array, "num_tokens two_ffn"]) -> Float[Array, "num_tokens ffn"]:
+    """silu(gate) * up of the two halves, in float32, rounded to their dtype."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
 
 
 def _run(

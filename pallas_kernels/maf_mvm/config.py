@@ -5,6 +5,8 @@ import dataclasses
 # A program of the shrink keeps this many bytes of x and A in shared memory; two or three programs then share an SM.
 _SHRINK_SHARED_BYTES = 96 * 1024
 _MAX_TILE_SIZE = 64
+_MAX_SHRINK_GROUP = 4  # accumulators of a shrink program that registers hold beside each other
+_NUM_SMS = 132  # of an H200; other GPUs get the same split
 _MIN_DOT_SIZE = 16  # the tensor cores' smallest tile side
 
 
@@ -14,9 +16,11 @@ class KernelConfig:
 
     Attributes:
       shrink_rows: rank rows of one shrink program.
+      shrink_group: projections that one shrink program computes, reading x once for all of them: one or all.
+      shrink_programs: programs of a tile and group; each takes every shrink_programs-th block of rank rows.
       shrink_columns: input features of one load of the shrink.
       shrink_splits: programs that share the input features of one block of rank rows; more of them fill the chip.
-      shrink_unroll: independent accumulators of a shrink program; its loop is bound by the latency of the dots.
+      shrink_unroll: independent accumulators of a projection; a shrink's loop is bound by the latency of the dots.
       shrink_stages: software pipelining depth of the shrink's loop.
       expand_rows: rank rows of one step of the expand's loop.
       expand_columns: output features of one expand program; divides the width of every projection.
@@ -25,6 +29,8 @@ class KernelConfig:
     """
 
     shrink_rows: int
+    shrink_group: int
+    shrink_programs: int
     shrink_columns: int
     shrink_splits: int
     shrink_unroll: int
@@ -33,6 +39,11 @@ class KernelConfig:
     expand_columns: int
     expand_stages: int
     num_warps: int
+
+    @property
+    def swiglu_columns(self) -> int:
+        """Output features of one program that ends in silu(gate) * up: it holds as many of gate and of up."""
+        return max(self.expand_columns // 2, _MIN_DOT_SIZE)
 
     def padded_rows(self, num_rows: int) -> int:
         """Rank rows of one projection, rounded up so that no block of rows reaches into the next projection."""
@@ -73,10 +84,16 @@ def pick_config(
     # Prefill has tiles enough to fill the chip; decode does not. Every block of output columns reads v of all splits,
     # so a wide output wants fewer of them.
     splits = _largest_divisor(num_loads, at_most=2 if columns == 128 else 4) if is_decode else 1
-    unroll = _largest_divisor(num_loads // splits, at_most=2 if splits > 2 else 4)
-    stage_bytes = (tile_size + shrink_rows) * shrink_columns * unroll * dtype_bytes
+    num_blocks = -(-num_rows // shrink_rows)
+    group = len(widths) if not is_decode and len(widths) <= _MAX_SHRINK_GROUP else 1
+    unroll = _largest_divisor(num_loads // splits, at_most=2 if splits > 2 else max(4 // group, 1))
+    stage_bytes = (tile_size + group * shrink_rows) * shrink_columns * unroll * dtype_bytes
     return KernelConfig(
         shrink_rows=shrink_rows,
+        shrink_group=group,
+        # A tile of a prefill has few segments, and most programs of one for each possible block would end at once: at
+        # 128 tiles and 1024 rank rows, launching them costs as much as the work.
+        shrink_programs=num_blocks if is_decode else min(num_blocks, -(-_NUM_SMS // num_tiles)),
         shrink_columns=shrink_columns,
         shrink_splits=splits,
         shrink_unroll=unroll,

@@ -3,7 +3,9 @@
 Both walk the sorted segments of a tile of tokens. The shrink leaves v[token, rank row] = weight * scale * (x A^T), rank
 rows packed in segment order, projection after projection; the expand adds v B to the base. Every program owns its part
 of the output and sums in a fixed order, so there are no atomics and the same input gives the same bits. A and B of all
-layers are read in place: rows of the flat [layers * slots * ..., features] view, never a slice of it.
+layers are read in place: rows of the flat [layers * slots * ..., features] view, never a slice of it. The expand writes
+onto its base where the dtypes allow it, so that a tile without segments moves no bytes; or it ends in silu(gate) * up
+and writes half as much.
 """
 
 import functools
@@ -33,8 +35,14 @@ def maf_mvm(
     layer: Int[Array, ""],
     *,
     config: KernelConfig | None = None,
-) -> Float[Array, "num_tokens out_features"]:
-    """Shrink, then expand onto the base. `config` overrides the block sizes that the shapes would pick.
+    ends_in_swiglu: bool = False,
+) -> Float[Array, "num_tokens width"]:
+    """Shrink, then expand onto the base.
+
+    Args:
+      x, slots, segments, base, layer: see `pallas_kernels.maf_mvm.maf_mvm`.
+      config: overrides the block sizes that the shapes would pick.
+      ends_in_swiglu: return what `pallas_kernels.maf_mvm.maf_swiglu` does instead.
 
     Raises:
       NotImplementedError: If the kernels do not support the shapes.
@@ -49,11 +57,13 @@ def maf_mvm(
         dtype_bytes=x.dtype.itemsize,
     )
     interpret = jax.default_backend() == "cpu"
-    return _shrink_expand(x, slots, segments, base, layer, config=config or picked, interpret=interpret)
+    return _shrink_expand(
+        x, slots, segments, base, layer, config=config or picked, ends_in_swiglu=ends_in_swiglu, interpret=interpret
+    )
 
 
 # An inner jit with the layer as an argument: a step of 32 layers lowers each kernel once.
-@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("config", "ends_in_swiglu", "interpret"))
 def _shrink_expand(
     x: Float[Array, "num_tokens in_features"],
     slots: ProjectionSlots,
@@ -62,12 +72,14 @@ def _shrink_expand(
     layer: Int[Array, ""],
     *,
     config: KernelConfig,
+    ends_in_swiglu: bool,
     interpret: bool,
-) -> Float[Array, "num_tokens out_features"]:
+) -> Float[Array, "num_tokens width"]:
     with jax.named_scope("shrink"):
         v = _shrink(x, slots, segments, layer, config=config, interpret=interpret)
     with jax.named_scope("expand"):
-        return _expand(v, slots, segments, base, layer, out_dtype=x.dtype, config=config, interpret=interpret)
+        expand = _expand_swiglu if ends_in_swiglu else _expand
+        return expand(v, slots, segments, base, layer, out_dtype=x.dtype, config=config, interpret=interpret)
 
 
 def _shrink(
@@ -91,11 +103,11 @@ def _shrink(
         slot_rank=slots.slot_rank,
         padded_rows=padded_rows,
     )
-    num_blocks = slots.num_projections * padded_rows // config.shrink_rows
+    num_groups = slots.num_projections // config.shrink_group
     return pl.pallas_call(
         kernel,
         # The last axis varies fastest over the program ids.
-        grid=(segments.num_tiles, num_blocks, config.shrink_splits),
+        grid=(segments.num_tiles, num_groups * config.shrink_programs, config.shrink_splits),
         in_specs=[_IN_PLACE] * 7,
         out_specs=_IN_PLACE,
         out_shape=jax.ShapeDtypeStruct(
@@ -132,53 +144,62 @@ def _shrink_kernel(
     slot_rank: int,
     padded_rows: int,
 ) -> None:
-    tile, block, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    blocks_per_projection = padded_rows // config.shrink_rows
-    projection = lax.div(block, blocks_per_projection)
-    first_row = lax.rem(block, blocks_per_projection) * config.shrink_rows
+    tile, split = pl.program_id(0), pl.program_id(2)
+    group = lax.div(pl.program_id(1), config.shrink_programs)
+    first_block = lax.rem(pl.program_id(1), config.shrink_programs)
+    projections = [group * config.shrink_group + i for i in range(config.shrink_group)]
     num_rows = num_segments_ref[tile] * slot_rank
+    num_tokens, in_features = x_ref.shape
+    layer = layer_ref[0]
+    padded_tokens = tile * tile_size + _iota(tile_size)
+    tokens = jnp.minimum(padded_tokens, num_tokens - 1)  # padding repeats the last token: no mask on loads
+    chunk = in_features // config.shrink_splits
+    step = config.shrink_columns * config.shrink_unroll
+    # One tile shares its x and streams A; many tiles share A and stream x.
+    policies = "evict_last", "evict_first"
+    x_policy, a_policy = policies if num_segments_ref.shape[0] == 1 else reversed(policies)
 
-    @pl.when(first_row < num_rows)
-    def _() -> None:
-        num_tokens, in_features = x_ref.shape
-        layer = layer_ref[0]
-        rows = first_row + _iota(config.shrink_rows)
+    def shrink_block(block: Array) -> None:
+        rows = block * config.shrink_rows + _iota(config.shrink_rows)
         slots, is_live = _slots_of_rows(slot_ids_ref, tile, rows, num_rows, slot_rank, num_slots)
-        a_rows = ((layer * num_slots + slots) * num_projections + projection) * slot_rank + lax.rem(rows, slot_rank)
-        padded_tokens = tile * tile_size + _iota(tile_size)
-        tokens = jnp.minimum(padded_tokens, num_tokens - 1)  # padding repeats the last token: no mask on loads
-
-        gate = jnp.minimum(projection, weights_ref.shape[1] - 1)
-        weights = plt.load(weights_ref.at[tokens[:, None], gate, slots[None, :]])
-        scale = plt.load(scale_ref.at[layer, slots, projection])
-
-        chunk = in_features // config.shrink_splits
-        step = config.shrink_columns * config.shrink_unroll
+        a_rows = [
+            ((layer * num_slots + slots) * num_projections + projection) * slot_rank + lax.rem(rows, slot_rank)
+            for projection in projections
+        ]
         a_mask = jnp.broadcast_to(is_live[:, None], (config.shrink_rows, config.shrink_columns))
 
-        def accumulate(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        def accumulate(i: Array, sums: tuple[tuple[Array, ...], ...]) -> tuple[tuple[Array, ...], ...]:
             results = []
-            for unrolled, total in enumerate(sums):
+            for unrolled, totals in enumerate(sums):
                 first = split * chunk + i * step + unrolled * config.shrink_columns
                 columns = first + _iota(config.shrink_columns)
-                a = plt.load(
-                    a_ref.at[a_rows[:, None], columns[None, :]],
-                    mask=a_mask,
-                    other=0.0,
-                    eviction_policy="evict_first",
-                )
-                tile_x = plt.load(x_ref.at[tokens[:, None], columns[None, :]], eviction_policy="evict_last")
-                results.append(total + _dot(tile_x, a.T))
+                tile_x = plt.load(x_ref.at[tokens[:, None], columns[None, :]], eviction_policy=x_policy)
+                factors = [
+                    plt.load(a_ref.at[r[:, None], columns[None, :]], mask=a_mask, other=0.0, eviction_policy=a_policy)
+                    for r in a_rows
+                ]
+                results.append(tuple(t + _dot(tile_x, a.T) for t, a in zip(totals, factors, strict=True)))
             return tuple(results)
 
-        zeros = jnp.zeros((tile_size, config.shrink_rows), jnp.float32)
+        zeros = (jnp.zeros((tile_size, config.shrink_rows), jnp.float32),) * config.shrink_group
         sums = lax.fori_loop(0, chunk // step, accumulate, (zeros,) * config.shrink_unroll)
-        u = functools.reduce(jnp.add, sums)
-        # A select, not a product with 0: the token's own x may be infinite, and the scale of a dead row NaN.
-        is_pair = jnp.logical_and(weights != 0, is_live[None, :])
-        v = jnp.where(is_pair, (weights * scale[None, :]) * u, 0.0).astype(v_ref.dtype)
-        # Dead rows are written too: a store with a mask along the rows would not be vectorized.
-        plt.store(v_ref.at[split, padded_tokens[:, None], (projection * padded_rows + rows)[None, :]], v)
+        for projection, *parts in zip(projections, *sums, strict=True):
+            u = functools.reduce(jnp.add, parts)
+            gate = jnp.minimum(projection, weights_ref.shape[1] - 1)
+            weights = plt.load(weights_ref.at[tokens[:, None], gate, slots[None, :]])
+            scale = plt.load(scale_ref.at[layer, slots, projection])
+            # A select, not a product with 0: the token's own x may be infinite, and the scale of a dead row NaN.
+            is_pair = jnp.logical_and(weights != 0, is_live[None, :])
+            v = jnp.where(is_pair, (weights * scale[None, :]) * u, 0.0).astype(v_ref.dtype)
+            # Dead rows are written too: a store with a mask along the rows would not be vectorized.
+            plt.store(v_ref.at[split, padded_tokens[:, None], (projection * padded_rows + rows)[None, :]], v)
+
+    if config.shrink_programs * config.shrink_rows >= num_slots * slot_rank:
+        pl.when(first_block * config.shrink_rows < num_rows)(lambda: shrink_block(first_block))
+    else:
+        num_blocks = pl.cdiv(num_rows, config.shrink_rows)
+        passes = pl.cdiv(jnp.maximum(num_blocks - first_block, 0), config.shrink_programs)
+        lax.fori_loop(0, passes, lambda i, _: shrink_block(first_block + i * config.shrink_programs), None)
 
 
 def _expand(
@@ -193,6 +214,7 @@ def _expand(
     interpret: bool,
 ) -> Float[Array, "num_tokens out_features"]:
     out_features = base.shape[1]
+    is_in_place = base.dtype == out_dtype
     kernel = functools.partial(
         _expand_kernel,
         config=config,
@@ -200,6 +222,7 @@ def _expand(
         num_slots=slots.num_slots,
         slot_rank=slots.slot_rank,
         widths=slots.widths,
+        is_in_place=is_in_place,
     )
     return pl.pallas_call(
         kernel,
@@ -207,9 +230,44 @@ def _expand(
         in_specs=[_IN_PLACE] * 6,
         out_specs=_IN_PLACE,
         out_shape=jax.ShapeDtypeStruct(base.shape, out_dtype),
+        # XLA copies a base that is used elsewhere too.
+        input_output_aliases={5: 0} if is_in_place else {},
         compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.expand_stages),
         interpret=interpret,
         name="maf_mvm_expand",
+    )(layer[None], segments.slot_ids, segments.num_segments, v, slots.b.reshape(-1, out_features), base)
+
+
+def _expand_swiglu(
+    v: Float[Array, "splits padded_tokens packed_rows"],
+    slots: ProjectionSlots,
+    segments: Segments,
+    base: Float[Array, "num_tokens two_ffn"],
+    layer: Int[Array, ""],
+    *,
+    out_dtype: jnp.dtype,
+    config: KernelConfig,
+    interpret: bool,
+) -> Float[Array, "num_tokens ffn"]:
+    num_tokens, out_features = base.shape
+    ffn = out_features // 2
+    kernel = functools.partial(
+        _expand_swiglu_kernel,
+        config=config,
+        tile_size=segments.tile_size,
+        num_slots=slots.num_slots,
+        slot_rank=slots.slot_rank,
+        interpret=interpret,
+    )
+    return pl.pallas_call(
+        kernel,
+        grid=(segments.num_tiles, ffn // config.swiglu_columns),
+        in_specs=[_IN_PLACE] * 6,
+        out_specs=_IN_PLACE,
+        out_shape=jax.ShapeDtypeStruct((num_tokens, ffn), out_dtype),
+        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.expand_stages),
+        interpret=interpret,
+        name="maf_mvm_expand_swiglu",
     )(layer[None], segments.slot_ids, segments.num_segments, v, slots.b.reshape(-1, out_features), base)
 
 
@@ -227,61 +285,159 @@ def _expand_kernel(
     num_slots: int,
     slot_rank: int,
     widths: tuple[int, ...],
+    is_in_place: bool,
 ) -> None:
     tile, block = pl.program_id(0), pl.program_id(1)
-    num_splits, _, packed_rows = v_ref.shape
-    num_tokens, _ = base_ref.shape
-    padded_rows = packed_rows // len(widths)
-    num_rows = num_segments_ref[tile] * slot_rank
-    first_row_of_layer = layer_ref[0] * (num_slots * slot_rank)
     columns = block * config.expand_columns + _iota(config.expand_columns)
     projection = jnp.int32(0)
     for start in itertools.accumulate(widths[:-1]):
         projection += (block * config.expand_columns >= start).astype(jnp.int32)
+
+    # Where y is the memory of the base, a tile without segments has nothing to write.
+    @pl.when(jnp.logical_or(not is_in_place, num_segments_ref[tile] > 0))
+    def _() -> None:
+        [(base, delta)] = _expanded(
+            layer_ref, slot_ids_ref, num_segments_ref, v_ref, b_ref, base_ref, tile, [(projection, columns)],
+            rows_per_step=config.expand_rows, tile_size=tile_size, num_slots=num_slots, slot_rank=slot_rank,
+            padded_rows=v_ref.shape[2] // len(widths),
+        )  # fmt: skip
+        # A token without pairs keeps the very bits of its base: -0.0 + 0.0 would be 0.0.
+        y = jnp.where(delta == 0, base, base + delta)
+        _store_tokens(y_ref, tile, columns, y.astype(y_ref.dtype))
+
+
+def _expand_swiglu_kernel(
+    layer_ref: Any,  # [1]
+    slot_ids_ref: Any,  # [num_tiles, num_slots]
+    num_segments_ref: Any,  # [num_tiles]
+    v_ref: Any,  # [splits, num_tiles * tile_size, 2 * padded_rows]
+    b_ref: Any,  # [num_layers * num_slots * slot_rank, 2 * ffn]
+    base_ref: Any,  # [num_tokens, 2 * ffn]
+    out_ref: Any,  # [num_tokens, ffn]
+    *,
+    config: KernelConfig,
+    tile_size: int,
+    num_slots: int,
+    slot_rank: int,
+    interpret: bool,
+) -> None:
+    tile, block = pl.program_id(0), pl.program_id(1)
+    columns = block * config.swiglu_columns + _iota(config.swiglu_columns)
+    gate, up = _expanded(
+        layer_ref, slot_ids_ref, num_segments_ref, v_ref, b_ref, base_ref, tile,
+        [(jnp.int32(0), columns), (jnp.int32(1), out_ref.shape[1] + columns)],
+        rows_per_step=config.expand_rows, tile_size=tile_size, num_slots=num_slots, slot_rank=slot_rank,
+        padded_rows=v_ref.shape[2] // 2,
+    )  # fmt: skip
+    gate, up = (base + delta for base, delta in (gate, up))
+    if out_ref.dtype == jnp.bfloat16 and not interpret:
+        product = _bfloat16_silu_product(gate, up)
+    else:
+        gate, up = (half.astype(out_ref.dtype).astype(jnp.float32) for half in (gate, up))
+        product = gate / (1 + jnp.exp(-gate)) * up
+    _store_tokens(out_ref, tile, columns, product.astype(out_ref.dtype))
+
+
+def _bfloat16_silu_product(gate: Array, up: Array) -> Array:
+    """silu(gate) * up to 22 bits of gate and up rounded to bfloat16, both float32.
+
+    In a few instructions an element; as the compiler would have it, they and not memory would limit the kernel.
+    """
+    [product] = plt.elementwise_inline_asm(
+        "{ .reg .b32 pair, g, u; .reg .f32 t; cvt.rn.bf16x2.f32 pair, $2, $1; shl.b32 g, pair, 16; "
+        "and.b32 u, pair, 0xffff0000; mul.ftz.f32 t, g, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; "
+        "add.ftz.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 t, t; mul.ftz.f32 t, t, g; mul.ftz.f32 $0, t, u; }",
+        args=[gate, up],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(gate.shape, jnp.float32)],
+    )
+    return product
+
+
+def _expanded(
+    layer_ref: Any,
+    slot_ids_ref: Any,
+    num_segments_ref: Any,
+    v_ref: Any,
+    b_ref: Any,
+    base_ref: Any,
+    tile: Array,
+    parts: list[tuple[Array, Array]],
+    *,
+    rows_per_step: int,
+    tile_size: int,
+    num_slots: int,
+    slot_rank: int,
+    padded_rows: int,
+) -> list[tuple[Array, Array]]:
+    """base and v B of a tile in float32, for each (projection, columns) of `parts`; all parts are equally wide."""
+    num_tiles, (num_tokens, _) = num_segments_ref.shape[0], base_ref.shape
+    num_rows = num_segments_ref[tile] * slot_rank
+    first_row_of_layer = layer_ref[0] * (num_slots * slot_rank)
     padded_tokens = tile * tile_size + _iota(tile_size)
     tokens = jnp.minimum(padded_tokens, num_tokens - 1)
+    num_columns = parts[0][1].shape[0]
+    # One tile reads B once; many tiles share it, and stream the base.
+    policies = ("evict_first", None) if num_tiles == 1 else ("evict_last", "evict_first")
+    b_policy, base_policy = policies
 
     def rows_of_step(i: Array | int) -> Array:
-        return i * config.expand_rows + _iota(config.expand_rows)
+        return i * rows_per_step + _iota(rows_per_step)
 
     def load_b_rows(i: Array | int) -> Array:
         rows = rows_of_step(i)
         slots, is_live = _slots_of_rows(slot_ids_ref, tile, rows, num_rows, slot_rank, num_slots)
         return jnp.where(is_live, first_row_of_layer + slots * slot_rank + lax.rem(rows, slot_rank), -1)
 
-    def load_b(b_rows: Array) -> Array:
-        mask = jnp.broadcast_to((b_rows >= 0)[:, None], (config.expand_rows, config.expand_columns))
-        return plt.load(
-            b_ref.at[b_rows[:, None], columns[None, :]], mask=mask, other=0.0, eviction_policy="evict_first"
+    def load_b(b_rows: Array) -> tuple[Array, ...]:
+        mask = jnp.broadcast_to((b_rows >= 0)[:, None], (rows_per_step, num_columns))
+        return tuple(
+            plt.load(b_ref.at[b_rows[:, None], columns[None, :]], mask=mask, other=0.0, eviction_policy=b_policy)
+            for _, columns in parts
         )
 
-    def load_v(i: Array) -> Array:
+    def load_v(i: Array, projection: Array) -> Array:
         rows = rows_of_step(i)
         packed = (projection * padded_rows + rows)[None, :]
-        parts = [plt.load(v_ref.at[jnp.int32(split), padded_tokens[:, None], packed]) for split in range(num_splits)]
-        v = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
+        splits = range(v_ref.shape[0])
+        loaded = [plt.load(v_ref.at[jnp.int32(split), padded_tokens[:, None], packed]) for split in splits]
+        v = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in loaded])
         # Rows past the last segment were never written. Loaded without a mask, which would vary along the rows.
         return jnp.where((rows < num_rows)[None, :], v, 0.0).astype(v_ref.dtype)
 
-    def accumulate(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def accumulate(
+        i: Array, carry: tuple[tuple[Array, ...], tuple[Array, ...], Array]
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...], Array]:
         # B one step and its row numbers two steps ahead: the chain row number, B, dot is bound by latency.
-        delta, b, next_b_rows = carry
-        next_b = load_b(next_b_rows)
+        deltas, bs, next_b_rows = carry
+        next_bs = load_b(next_b_rows)
         next_b_rows = load_b_rows(i + 2)
-        return delta + _dot(load_v(i), b), next_b, next_b_rows
+        added = (
+            delta + _dot(load_v(i, projection), b) for delta, b, (projection, _) in zip(deltas, bs, parts, strict=True)
+        )
+        return tuple(added), next_bs, next_b_rows
 
-    num_steps = lax.div(num_rows + (config.expand_rows - 1), config.expand_rows)
-    zeros = jnp.zeros((tile_size, config.expand_columns), jnp.float32)
-    delta, _, _ = lax.fori_loop(0, num_steps, accumulate, (zeros, load_b(load_b_rows(0)), load_b_rows(1)))
-    base = plt.load(base_ref.at[tokens[:, None], columns[None, :]]).astype(jnp.float32)
-    # A token without pairs keeps the very bits of its base: -0.0 + 0.0 would be 0.0.
-    y = jnp.where(delta == 0, base, base + delta).astype(y_ref.dtype)
-    is_token = jnp.broadcast_to((padded_tokens < num_tokens)[:, None], y.shape)
-    y_index = y_ref.at[padded_tokens[:, None], columns[None, :]]
+    first_bs = load_b(load_b_rows(0))
+    # Before the loop, which then waits for memory at the same time.
+    bases = [
+        plt.load(base_ref.at[tokens[:, None], columns[None, :]], eviction_policy=base_policy) for _, columns in parts
+    ]
+    num_steps = lax.div(num_rows + (rows_per_step - 1), rows_per_step)
+    zeros = (jnp.zeros((tile_size, num_columns), jnp.float32),) * len(parts)
+    deltas, *_ = lax.fori_loop(0, num_steps, accumulate, (zeros, first_bs, load_b_rows(1)))
+    return [(base.astype(jnp.float32), delta) for base, delta in zip(bases, deltas, strict=True)]
+
+
+def _store_tokens(out_ref: Any, tile: Array, columns: Array, values: Array) -> None:
+    """Stores the rows of a tile that are tokens."""
+    num_tokens, tile_size = out_ref.shape[0], values.shape[0]
+    padded_tokens = tile * tile_size + _iota(tile_size)
+    index = out_ref.at[padded_tokens[:, None], columns[None, :]]
     if num_tokens % tile_size:
-        plt.store(y_index, y, mask=is_token)
+        plt.store(index, values, mask=jnp.broadcast_to((padded_tokens < num_tokens)[:, None], values.shape))
     else:
-        plt.store(y_index, y)
+        plt.store(index, values)
 
 
 def _slots_of_rows(

@@ -1,13 +1,13 @@
 """The Triton kernels of maf_mvm compile to H200 machine code, on a machine without a GPU."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.maf_mvm import ProjectionSlots, maf_mvm, token_tile_size
+from pallas_kernels.maf_mvm import ProjectionSlots, maf_mvm, maf_swiglu, token_tile_size
 from pallas_kernels.maf_mvm.shapes import GROUPS, Group, named_shapes
 from pallas_kernels.segments import build_segments
 from tests.support.aot_h200 import H200, h200_target, triton_offsets
@@ -29,6 +29,8 @@ def lower_group(
     slot_rank: int = 8,
     num_layers: int = 2,
     dtype: Any = jnp.bfloat16,
+    op: Callable[..., jax.Array] = maf_mvm,
+    **jit_kwargs: Any,
 ) -> jax.stages.Lowered:
     """Lowers one call of maf_mvm, the segments built inside, with the layer as an argument."""
     in_features, widths = named_shapes()[model].group(group)
@@ -43,7 +45,7 @@ def lower_group(
 
     def call(x: jax.Array, slots: ProjectionSlots, weights: jax.Array, base: jax.Array, layer: jax.Array) -> jax.Array:
         segments = build_segments(weights, tile_size=token_tile_size(num_tokens))
-        return maf_mvm(x, slots, segments, base, layer=layer, implementation="pallas_triton")
+        return op(x, slots, segments, base, layer=layer, implementation="pallas_triton")
 
     return h200.lower(
         call,
@@ -52,6 +54,7 @@ def lower_group(
         struct((num_tokens, 1, num_slots), jnp.float32),
         struct((num_tokens, out_features), dtype),
         struct((), jnp.int32),
+        **jit_kwargs,
     )
 
 
@@ -85,6 +88,23 @@ def test_every_named_shape_compiles(h200: H200, model: str, group: Group, dtype:
 @pytest.mark.parametrize("num_tokens", [32, 512])
 def test_every_slot_rank_compiles(h200: H200, slot_rank: int, num_tokens: int) -> None:
     compile_group(h200, "llama-3-8b", "qkv", num_tokens=num_tokens, slot_rank=slot_rank)
+
+
+def test_a_prefill_of_the_8b_shape_compiles_and_adds_onto_its_base(h200: H200) -> None:
+    compiled = compile_group(h200, "llama-3-8b", "qkv", num_tokens=8192, num_slots=128, donate_argnums=3)
+    stats = compiled.memory_analysis()
+    assert stats is not None
+    assert stats.alias_size_in_bytes == 8192 * 6144 * 2
+
+
+def test_a_prefill_that_ends_in_swiglu_compiles_and_never_writes_the_sum(h200: H200) -> None:
+    compiled = compile_group(h200, "llama-3-8b", "gate_up", num_tokens=8192, num_slots=128, op=maf_swiglu)
+    assert "maf_mvm_expand_swiglu" in str(compiled.as_text())
+    stats = compiled.memory_analysis()
+    assert stats is not None
+    assert stats.output_size_in_bytes == 8192 * 14336 * 2
+    # v, the mix matrix and the segments; the sum would be 448 MiB.
+    assert stats.temp_size_in_bytes < 100 << 20
 
 
 def test_the_slot_array_is_read_in_place(h200: H200) -> None:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.maf_mvm import Implementation, maf_mvm
+from pallas_kernels.maf_mvm import Implementation, maf_mvm, maf_swiglu, pallas_triton, swiglu
 from pallas_kernels.maf_mvm.checks import dynamic_validate
+from pallas_kernels.maf_mvm.config import pick_config
 from tests.support.maf_cases import ALL_MIXES, Case, Mixes, Problem, make_case, mix_matrix
 from tests.support.tolerances import assert_close
 
@@ -185,6 +186,59 @@ def test_two_half_weighted_slots_of_equal_content_are_one_adapter(
     twice = run(dataclasses.replace(case, slots=copied), implementation)
     once = run(dataclasses.replace(case, slots=copied, segments=case.segments.with_weights(one)), implementation)
     assert_close(twice, once)
+
+
+@pytest.mark.parametrize(("num_tokens", "dtype"), [(7, jnp.float32), (133, jnp.float32), (133, jnp.bfloat16)])
+def test_an_expand_that_ends_in_swiglu_matches_the_reference(
+    rng: np.random.Generator, num_tokens: int, dtype: jnp.dtype
+) -> None:
+    case = make_case(rng, Problem(num_tokens=num_tokens, widths=(64, 64), dtype=dtype))
+    actual = maf_swiglu(case.x, case.slots, case.segments, case.base, layer=1, implementation="pallas_triton")
+    assert actual.dtype == dtype
+    y = run(as_float32(case), "reference").astype(dtype)
+    assert_close(actual, swiglu(y.astype(jnp.float32)), dtype)
+
+
+def test_a_tile_without_segments_still_goes_through_swiglu(rng: np.random.Generator) -> None:
+    weights = mix_matrix(rng, "uniform", 48, 6)
+    weights[16:32] = 0
+    case = make_case(rng, Problem(num_tokens=48, widths=(64, 64), tile_size=16), weights)
+    actual = maf_swiglu(case.x, case.slots, case.segments, case.base, layer=1, implementation="pallas_triton")
+    assert_close(actual[16:32], swiglu(case.base[16:32]))
+
+
+def test_gate_and_up_must_be_equally_wide(rng: np.random.Generator) -> None:
+    case = make_case(rng, Problem(widths=(64, 32)))
+    with pytest.raises(ValueError, match=r"widths \(64, 32\); expected two of equal width, gate and up"):
+        maf_swiglu(case.x, case.slots, case.segments, case.base, layer=1)
+
+
+@pytest.mark.parametrize("num_gates", [1, 3])
+def test_the_programs_that_share_the_blocks_of_a_tile_do_not_change_a_bit(
+    rng: np.random.Generator, num_gates: int
+) -> None:
+    problem = Problem(num_tokens=48, num_slots=20, tile_size=16, num_gates=num_gates)
+    weights = mix_matrix(rng, "distinct", 48, 20, num_gates)
+    weights[16:32] = 0  # no block at all; the other tiles have several
+    case = make_case(rng, problem, weights)
+    picked = pick_config(
+        num_tiles=3, tile_size=16, num_slots=20, slot_rank=8, in_features=64, widths=(64, 32, 32), dtype_bytes=4
+    )
+    layer = jnp.int32(1)
+    results = [
+        pallas_triton.maf_mvm(
+            case.x, case.slots, case.segments, case.base, layer, config=dataclasses.replace(picked, **sizes)
+        )
+        for sizes in (
+            {"shrink_programs": picked.padded_rows(160) // picked.shrink_rows},
+            {"shrink_programs": 1},
+            {"shrink_programs": 2},
+            {"shrink_programs": 2, "shrink_group": 1},
+        )
+    ]
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+    assert_close(results[0], run(case, "reference"))
 
 
 def test_none_picks_an_implementation_that_matches_the_reference(rng: np.random.Generator) -> None:
