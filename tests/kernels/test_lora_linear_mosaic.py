@@ -5,6 +5,7 @@ Slots that no segment uses hold NaN. Interpretation takes seconds a case: the fa
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -220,6 +221,16 @@ def test_unsupported_arguments_are_named(rng: np.random.Generator) -> None:
         run_mosaic(make_linear_case(rng, bfloat16_problem(num_tokens=20, tile_size=16)))
     with pytest.raises(NotImplementedError, match=r"widths \(72,\) are not supported; every width must be"):
         run_mosaic(make_linear_case(rng, bfloat16_problem(widths=(72,))))
+
+
+@pytest.mark.parametrize("capability", ["8.6", "10.0"])
+def test_other_gpus_are_refused_by_name(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, capability: str
+) -> None:
+    case = make_linear_case(rng, bfloat16_problem())
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    with pytest.raises(NotImplementedError, match=f"compute capability {capability} is not supported; wgmma exists on"):
+        run_mosaic(case)
 
 
 def test_configurations_that_cannot_run_are_named() -> None:
