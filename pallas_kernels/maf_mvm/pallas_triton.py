@@ -298,7 +298,7 @@ def _expand_kernel(
     def _() -> None:
         [(base, delta)] = _expanded(
             layer_ref, slot_ids_ref, num_segments_ref, v_ref, b_ref, base_ref, tile, [(projection, columns)],
-            rows_per_step=config.expand_rows, tile_size=tile_size, num_slots=num_slots, slot_rank=slot_rank,
+            config=config, tile_size=tile_size, num_slots=num_slots, slot_rank=slot_rank,
             padded_rows=v_ref.shape[2] // len(widths),
         )  # fmt: skip
         # A token without pairs keeps the very bits of its base: -0.0 + 0.0 would be 0.0.
@@ -326,7 +326,7 @@ def _expand_swiglu_kernel(
     gate, up = _expanded(
         layer_ref, slot_ids_ref, num_segments_ref, v_ref, b_ref, base_ref, tile,
         [(jnp.int32(0), columns), (jnp.int32(1), out_ref.shape[1] + columns)],
-        rows_per_step=config.expand_rows, tile_size=tile_size, num_slots=num_slots, slot_rank=slot_rank,
+        config=config, tile_size=tile_size, num_slots=num_slots, slot_rank=slot_rank,
         padded_rows=v_ref.shape[2] // 2,
     )  # fmt: skip
     gate, up = (base + delta for base, delta in (gate, up))
@@ -365,7 +365,7 @@ def _expanded(
     tile: Array,
     parts: list[tuple[Array, Array]],
     *,
-    rows_per_step: int,
+    config: KernelConfig,
     tile_size: int,
     num_slots: int,
     slot_rank: int,
@@ -373,6 +373,7 @@ def _expanded(
 ) -> list[tuple[Array, Array]]:
     """base and v B of a tile in float32, for each (projection, columns) of `parts`; all parts are equally wide."""
     num_tiles, (num_tokens, _) = num_segments_ref.shape[0], base_ref.shape
+    rows_per_step, num_splits = config.expand_rows, v_ref.shape[0]
     num_rows = num_segments_ref[tile] * slot_rank
     first_row_of_layer = layer_ref[0] * (num_slots * slot_rank)
     padded_tokens = tile * tile_size + _iota(tile_size)
@@ -400,8 +401,9 @@ def _expanded(
     def load_v(i: Array, projection: Array) -> Array:
         rows = rows_of_step(i)
         packed = (projection * padded_rows + rows)[None, :]
-        splits = range(v_ref.shape[0])
-        loaded = [plt.load(v_ref.at[jnp.int32(split), padded_tokens[:, None], packed]) for split in splits]
+        loaded = [plt.load(v_ref.at[jnp.int32(split), padded_tokens[:, None], packed]) for split in range(num_splits)]
+        if num_splits == 1 and config.shrink_rows % rows_per_step == 0:
+            return loaded[0]  # the shrink writes whole blocks of rows, so every row of this step was written
         v = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in loaded])
         # Rows past the last segment were never written. Loaded without a mask, which would vary along the rows.
         return jnp.where((rows < num_rows)[None, :], v, 0.0).astype(v_ref.dtype)
