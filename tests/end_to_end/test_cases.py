@@ -6,6 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import jax
+
+# Interpreted kernels import it when the first one runs; it adds an option of JAX's, and every jitted function compiles
+# again, those of engines that are there already too.
+import jax.experimental.pallas.fuser
 import jax.numpy as jnp
 import numpy as np
 import pytest
