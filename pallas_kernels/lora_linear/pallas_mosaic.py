@@ -10,8 +10,8 @@ of the input features, then v and B through the same ring, so that the tail's lo
 Both kernels launch dependents early (programmatic dependent launch): base weights, constant during a step, are fetched
 before the wait for the kernels ahead, and nothing else is read or written before it.
 
-Tokens lie on wgmma's 64 rows. TMA fills rows past the last token with zeros and drops them on the way out, so no count
-of tokens is special. No atomics and all sums in a fixed order: the same input gives the same bits.
+Tokens lie on wgmma's 64 rows: TMA fills rows past the last token with zeros and drops them on the way out. There are no
+atomics and all sums have a fixed order: the same input gives the same bits.
 """
 
 import dataclasses
@@ -41,6 +41,7 @@ from pallas_kernels.segments import Segments
 # register layout takes, and a box may start at any slot.
 _WEIGHT_COLUMNS = 8
 _TMA_STRIDE_BYTES = 16
+_TILE_ROWS = 8
 _HOPPER = "9.0"
 
 
@@ -94,11 +95,22 @@ def _lora_linear(
         config = pick_config(problem)
     else:
         check_supported(problem, config)
+    num_tokens = x.shape[0]
+    x = _padded(x)
     static = {"config": config, "interpret": jax.default_backend() == "cpu"}
     if segments is None:
-        return _launch_site(x, w, None, None, None, None, widths=slots.widths, is_swiglu=is_swiglu, **static)
-    v = _launch_shrink(x, slots, segments, layer, **static)
-    return _launch_site(x, w, v, slots, segments, layer, widths=slots.widths, is_swiglu=is_swiglu, **static)
+        y = _launch_site(x, w, None, None, None, None, widths=slots.widths, is_swiglu=is_swiglu, **static)
+    else:
+        v = _launch_shrink(x, slots, segments, layer, **static)
+        y = _launch_site(x, w, v, slots, segments, layer, widths=slots.widths, is_swiglu=is_swiglu, **static)
+    return y[:, :num_tokens]
+
+
+def _padded(x: Float[Array, "num_tokens in_features"]) -> Float[Array, "padded in_features"]:
+    """Whole groups of 8 rows, as TMA's tiles want them where there is more than one: a copy for such counts alone."""
+    if x.shape[0] <= _TILE_ROWS:
+        return x
+    return jnp.pad(x, ((0, -x.shape[0] % _TILE_ROWS), (0, 0)))
 
 
 def _check_supported(x: Array, slots: ProjectionSlots, segments: Segments | None) -> None:

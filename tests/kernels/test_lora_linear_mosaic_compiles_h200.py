@@ -101,6 +101,12 @@ def test_only_base_weights_are_fetched_before_the_wait_for_the_kernels_ahead(has
     assert fetches[:-1] == [0] * has_segments
 
 
+@pytest.mark.parametrize("num_tokens", [7, 33, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 9, 31, 63))])
+def test_numbers_of_tokens_that_are_no_power_of_two_compile(h200: H200, num_tokens: int) -> None:
+    compiled = compile_group(h200, "qkv", structs("llama-3.2-1b", "qkv", num_tokens))
+    assert compiled.out_info.shape[1] == num_tokens
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", list(named_shapes()))
 @pytest.mark.parametrize("group", GROUPS)
