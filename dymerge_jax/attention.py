@@ -5,12 +5,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dymerge_jax.config import LlamaConfig
-from dymerge_jax.kv_cache import LayerKV, write_tokens
-from dymerge_jax.layers import apply_rope
+from dymerge_jax.kv_cache import LayerKV
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.paged_attention import QueryTiles, paged_attention
 from pallas_kernels.paged_attention.api import Implementation
 from pallas_kernels.pytree import pytree_dataclass
+from pallas_kernels.rope_kv_write import rope_kv_write
 
 
 @pytree_dataclass
@@ -63,13 +63,15 @@ def attend(
         positions = jnp.where(context.tiles.lengths > 0, context.tiles.positions, -1)
         cos, sin = context.cos.squeeze(1), context.sin.squeeze(1)
         return decode_attention(qkv, kv, context.block_tables, positions, cos, sin, implementation=implementation)
-    if qkv.ndim == 3:
-        qkv = sum(list(qkv[1:]), start=qkv[0])
-    q, k, v = jnp.split(qkv.astype(kv.dtype), (config.q_width, config.q_width + config.kv_width), axis=-1)
-    q = apply_rope(q.reshape(-1, config.num_q_heads, config.head_dim), context.cos, context.sin)
-    k = apply_rope(k.reshape(-1, config.num_kv_heads, config.head_dim), context.cos, context.sin)
-    v = v.reshape(-1, config.num_kv_heads, config.head_dim)
-    with jax.named_scope("kv_write"):
-        kv = write_tokens(kv, k, v, context.block_ids, context.offsets)
+    with jax.named_scope("rope_kv_write"):
+        q, kv = rope_kv_write(
+            qkv.reshape(-1, *qkv.shape[-2:]),
+            kv,
+            context.block_ids,
+            context.offsets,
+            context.cos.squeeze(1),
+            context.sin.squeeze(1),
+            implementation="pallas_triton" if is_fused else "reference",
+        )
     out = paged_attention(q, kv, context.block_tables, context.tiles, implementation=implementation)
     return out.reshape(-1, config.q_width), kv
