@@ -1,18 +1,28 @@
 """Who is admitted next: LAG (LoRA-Aware Greedy) and the baselines beside it, one class each.
 
 A policy only orders the waiting requests and says what a request that does not fit means for those behind it;
-`scheduler.py` knows what fits. A new policy is a new class here and a name in `serving.config` and `make_policy`.
+`scheduler.py` knows what fits, and tells it so that nobody walks over thousands of requests that do not. A new policy
+is a new class here and a name in `serving.config` and `make_policy`.
 """
 
 import abc
+import bisect
 import enum
-import heapq
+import itertools
 import random
-from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
+
+import numpy as np
+from jaxtyping import Bool
 
 from serving.config import EngineConfig
 from serving.request import Request
+from serving.waiting_queue import CountOutside, WaitingRequests
+
+# Which waiting requests fit as things are; a request that does not will not fit later in the same step either.
+Fitting = Callable[[], Bool[np.ndarray, " num_waiting"]]
+
+_LAST = np.int32(np.iinfo(np.int32).max)
 
 
 class WhenBlocked(enum.Enum):
@@ -31,12 +41,15 @@ class Policy(abc.ABC):
     """Order of admission."""
 
     @abc.abstractmethod
-    def order(self, waiting: Sequence[Request], resident: Set[str], now_s: float) -> Iterator[Request]:
-        """Yields each waiting request once, the next to admit first; the caller stops when nothing more fits.
+    def order(self, waiting: WaitingRequests, resident: Set[str], fitting: Fitting, now_s: float) -> Iterator[Request]:
+        """Yields waiting requests, each at most once, the next to admit first; the caller stops when nothing more fits.
+
+        It may leave out those that do not fit, if they mean PASS to those behind them.
 
         Args:
           waiting: the waiting requests by arrival; does not change meanwhile.
           resident: ids of the adapters in slots: a live view, which the caller changes by admitting what is yielded.
+          fitting: tells which of them fit, after all admissions so far.
           now_s: the time, on the clock of `Request.arrival_s`.
         """
 
@@ -57,10 +70,12 @@ class Lag(Policy):
     def __init__(self, theta_s: float) -> None:
         self.theta_s = theta_s
 
-    def order(self, waiting: Sequence[Request], resident: Set[str], now_s: float) -> Iterator[Request]:
-        num_overdue = next((i for i, r in enumerate(waiting) if not self._is_overdue(r, now_s)), len(waiting))
-        yield from waiting[:num_overdue]
-        yield from _fewest_loads_first(waiting[num_overdue:], resident)
+    def order(self, waiting: WaitingRequests, resident: Set[str], fitting: Fitting, now_s: float) -> Iterator[Request]:
+        # They are by arrival, so the overdue ones come first.
+        num_overdue = bisect.bisect_left(waiting.requests, True, key=lambda r: not self._is_overdue(r, now_s))
+        yield from itertools.islice(waiting.requests, num_overdue)
+        if num_overdue < len(waiting):
+            yield from _least_first(waiting, waiting.count_adapters_outside(resident), fitting, start=num_overdue)
 
     def when_blocked(self, request: Request, now_s: float) -> WhenBlocked:
         if not self._is_overdue(request, now_s):
@@ -74,8 +89,8 @@ class Lag(Policy):
 class Fifo(Policy):
     """Order of arrival; a request that does not fit holds up all after it."""
 
-    def order(self, waiting: Sequence[Request], resident: Set[str], now_s: float) -> Iterator[Request]:
-        yield from waiting
+    def order(self, waiting: WaitingRequests, resident: Set[str], fitting: Fitting, now_s: float) -> Iterator[Request]:
+        yield from waiting.requests
 
     def when_blocked(self, request: Request, now_s: float) -> WhenBlocked:
         return WhenBlocked.STOP
@@ -87,8 +102,12 @@ class Random(Policy):
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
 
-    def order(self, waiting: Sequence[Request], resident: Set[str], now_s: float) -> Iterator[Request]:
-        yield from self._rng.sample(waiting, len(waiting))
+    def order(self, waiting: WaitingRequests, resident: Set[str], fitting: Fitting, now_s: float) -> Iterator[Request]:
+        order = np.array(self._rng.sample(range(len(waiting)), len(waiting)))
+        is_left = np.ones(len(waiting), bool)
+        while (candidates := order[(is_left & fitting())[order]]).size:
+            is_left[candidates[0]] = False
+            yield waiting.requests[candidates[0]]
 
     def when_blocked(self, request: Request, now_s: float) -> WhenBlocked:
         return WhenBlocked.PASS
@@ -97,8 +116,8 @@ class Random(Policy):
 class LeastFirst(Policy):
     """The request with the fewest adapters first, resident or not, then the earliest; large mixes may starve."""
 
-    def order(self, waiting: Sequence[Request], resident: Set[str], now_s: float) -> Iterator[Request]:
-        yield from sorted(waiting, key=lambda request: len(request.adapters))  # stable: by arrival among equals
+    def order(self, waiting: WaitingRequests, resident: Set[str], fitting: Fitting, now_s: float) -> Iterator[Request]:
+        yield from _least_first(waiting, waiting.count_adapters_outside(frozenset()), fitting)
 
     def when_blocked(self, request: Request, now_s: float) -> WhenBlocked:
         return WhenBlocked.PASS
@@ -117,29 +136,16 @@ def make_policy(config: EngineConfig) -> Policy:
             return LeastFirst()
 
 
-def _fewest_loads_first(waiting: Sequence[Request], resident: Set[str]) -> Iterator[Request]:
-    """Yields by (adapters that are not resident, arrival), counted anew whenever `resident` changes.
-
-    A heap with outdated entries left in it: an entry counts only if it still tells the request's number of loads.
-    """
-    users: defaultdict[str, list[int]] = defaultdict(list)
-    num_loads: dict[int, int] = {}  # by index into `waiting`, of those not yet yielded
-    for index, request in enumerate(waiting):
-        num_loads[index] = sum(adapter_id not in resident for adapter_id in request.adapters)
-        for adapter_id in request.adapters:
-            users[adapter_id].append(index)
-    heap = [(loads, index) for index, loads in num_loads.items()]
-    heapq.heapify(heap)
-    counted = set(resident)
-    while heap:
-        loads, index = heapq.heappop(heap)
-        if num_loads.get(index) != loads:
-            continue
-        del num_loads[index]
-        yield waiting[index]
-        for adapter_id in counted ^ resident:
-            for user in users[adapter_id]:
-                if user in num_loads:
-                    num_loads[user] += -1 if adapter_id in resident else 1
-                    heapq.heappush(heap, (num_loads[user], user))
-        counted = set(resident)
+def _least_first(
+    waiting: WaitingRequests, counts: CountOutside, fitting: Fitting, *, start: int = 0
+) -> Iterator[Request]:
+    """Yields those from index `start` that fit by (count, arrival), counted anew before each."""
+    is_left = np.ones(len(waiting), bool)
+    is_left[:start] = False
+    while True:
+        keys = np.where(is_left & fitting(), counts.values(), _LAST)
+        index = int(keys.argmin())  # the first of the least ones: by arrival among equals
+        if keys[index] == _LAST:
+            return
+        is_left[index] = False
+        yield waiting.requests[index]

@@ -4,12 +4,13 @@ The policy (`policies.py`) says in which order waiting requests are tried; this 
 blocks, adapter slots, and the token budget of a step.
 """
 
-import bisect
 import dataclasses
 import heapq
-import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+from jaxtyping import Bool
 
 from serving.block_pool import BlockPool
 from serving.errors import InvalidRequestError
@@ -17,6 +18,7 @@ from serving.plan import Chunk, Load, StepPlan
 from serving.policies import Policy, WhenBlocked
 from serving.request import FinishReason, Phase, Request
 from serving.slot_cache import SlotCache
+from serving.waiting_queue import CountOutside, Needs, WaitingQueue, WaitingRequests, arrival_order
 
 
 class Scheduler:
@@ -90,7 +92,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.num_preemptions = 0
         self._requests: dict[str, Request] = {}  # waiting and running
-        self._waiting: list[Request] = []  # by arrival
+        self._waiting = WaitingQueue(num_slots_by_adapter)
         self._running: list[Request] = []  # by admission
         self._free_rows = list(range(max_num_seqs))  # a heap: low rows first
         self._num_added = 0
@@ -98,7 +100,7 @@ class Scheduler:
     @property
     def waiting(self) -> Sequence[Request]:
         """Waiting requests by arrival."""
-        return tuple(self._waiting)
+        return self._waiting.requests
 
     @property
     def running(self) -> Sequence[Request]:
@@ -181,7 +183,7 @@ class Scheduler:
         if request.phase is Phase.RUNNING:
             self._release(request)
         else:
-            del self._waiting[self._waiting_index(request)]
+            self._waiting.remove(request)
         del self._requests[request.request_id]
         request.phase = Phase.FINISHED
         request.finish_reason = reason
@@ -203,7 +205,7 @@ class Scheduler:
             # It may have been preempted for one before it.
             if request.phase is Phase.RUNNING:
                 self._plan_chunk(request, draft)
-        if self._waiting and self._free_rows and not draft.is_short_of_blocks:
+        if self.num_waiting and self._free_rows and not draft.is_short_of_blocks:
             self._admit(draft, now_s)
         return StepPlan(tuple(draft.chunks.values()), tuple(draft.loads), tuple(draft.preempted))
 
@@ -223,7 +225,7 @@ class Scheduler:
           The requests that end with reason ERROR: all that run, and those that wait with a token in flight. The
           adapters that the plan was to load are not resident; the other waiting requests wait on.
         """
-        lost = [*self._running, *(request for request in self._waiting if request.num_in_flight > 0)]
+        lost = [*self._running, *(request for request in self.waiting if request.num_in_flight > 0)]
         for request in lost:
             self.finish(request, FinishReason.ERROR)
         for load in plan.loads:
@@ -235,6 +237,7 @@ class Scheduler:
         """Checks that rows, blocks and pins are each owned by exactly the running requests that should own them."""
         self.block_pool.check_integrity()
         self.slot_cache.check_integrity()
+        self._waiting.check_integrity()
         rows = [-1 if request.row is None else request.row for request in self._running]
         assert sorted([*rows, *self._free_rows]) == list(range(self.max_num_seqs)), f"rows {rows}"
         block_ids = [block_id for request in self._running for block_id in request.block_table]
@@ -246,11 +249,10 @@ class Scheduler:
             assert request.phase is Phase.RUNNING, f"{request} is listed as running"
             num_covered = len(request.block_table) * self.block_pool.block_size
             assert request.num_computed_tokens <= num_covered, f"{request} has blocks for {num_covered} tokens"
-        for request in self._waiting:
+        for request in self.waiting:
             assert request.phase is Phase.WAITING, f"{request} is listed as waiting"
             assert request.row is None, f"{request} waits with a row"
             assert not request.block_table, f"{request} waits with blocks"
-        assert self._waiting == sorted(self._waiting, key=_arrival_order), "waiting requests are not by arrival"
         assert len(self._requests) == len(self._waiting) + len(self._running), "requests are lost"
 
     def _running_in_order(self) -> list[Request]:
@@ -260,7 +262,7 @@ class Scheduler:
             num_uncomputed = request.num_uncomputed_tokens
             if num_uncomputed + request.num_computed_tokens < self._token_limit(request):
                 (decodes if num_uncomputed == 1 else prefills).append(request)
-        decodes.sort(key=_arrival_order)
+        decodes.sort(key=arrival_order)
         return decodes + prefills
 
     def _plan_chunk(self, request: Request, draft: "_Draft") -> None:
@@ -317,13 +319,26 @@ class Scheduler:
             num_rows=len(self._free_rows),
             num_blocks=self.block_pool.num_free - sum(map(self._promised_blocks, self._running)),
         )
-        order = self.policy.order(self.waiting, self.slot_cache.resident, now_s)
+        waiting = self._waiting.snapshot()
+        fitting = _Fitting(waiting, self.slot_cache, room, draft)
+        order = self.policy.order(waiting, self.slot_cache.resident, fitting, now_s)
+        admitted: list[Request] = []
+        try:
+            self._try_in_order(order, room, draft, admitted, now_s)
+        finally:  # only now, as `waiting` is to stay as it is meanwhile
+            for request in admitted:
+                self._waiting.remove(request)
+
+    def _try_in_order(
+        self, order: Iterator[Request], room: "_Room", draft: "_Draft", admitted: list[Request], now_s: float
+    ) -> None:
         while draft.budget > 0 and room.num_rows > 0 and room.num_blocks > 0:
             request = next(order, None)
             if request is None:
                 return
             num_blocks = self._promised_blocks(request)
             if self._fits(request, room, draft.budget):
+                admitted.append(request)
                 self._start(request, draft)
                 room.take(num_blocks)
                 continue
@@ -337,7 +352,10 @@ class Scheduler:
                     pass
 
     def _fits(self, request: Request, room: "_Room", budget: int) -> bool:
-        """True if the request can be admitted without taking what is promised or claimed; see the class."""
+        """True if the request can be admitted without taking what is promised or claimed; see the class.
+
+        `_Fitting` says the same of all waiting requests at once.
+        """
         if not self.slot_cache.can_hold(self._num_slots(request)):
             return False
         if room.claimed_by is None:
@@ -351,7 +369,6 @@ class Scheduler:
     def _start(self, request: Request, draft: "_Draft") -> None:
         """Gives a waiting request its row and pins, and plans its first chunk."""
         assert request.num_in_flight == 0, f"{request} is admitted before its tokens in flight were committed"
-        del self._waiting[self._waiting_index(request)]
         missing = [adapter_id for adapter_id in request.adapters if adapter_id not in self.slot_cache.resident]
         for adapter_id in request.adapters:
             if adapter_id not in missing:
@@ -380,12 +397,8 @@ class Scheduler:
 
     def _wait(self, request: Request) -> None:
         request.phase = Phase.WAITING
-        bisect.insort(self._waiting, request, key=_arrival_order)
-
-    def _waiting_index(self, request: Request) -> int:
-        index = bisect.bisect_left(self._waiting, request.arrival_order, key=_arrival_order)
-        assert self._waiting[index] is request, f"{request} is not waiting"
-        return index
+        needs = Needs(self._promised_blocks(request), self._most_blocks(request), request.num_uncomputed_tokens)
+        self._waiting.add(request, needs)
 
     def _token_limit(self, request: Request) -> int:
         """Most tokens of the request, prompt and output."""
@@ -446,7 +459,32 @@ class _Room:
         self.claimed_by = adapters if self.claimed_by is None else self.claimed_by & adapters
 
 
-_arrival_order = operator.attrgetter("arrival_s", "sequence_number")  # `Request.arrival_order` without Python's calls
+class _Fitting:
+    """Which waiting requests can be admitted, as `Scheduler._fits` says it of one.
+
+    In the course of a step, rows, blocks, budget and unpinned slots only decrease and claims only grow: who does not
+    fit now does not fit later in the step. Adapters pinned by an admission save the same slots for those who use them
+    as they take from all.
+    """
+
+    def __init__(self, waiting: WaitingRequests, slot_cache: SlotCache, room: _Room, draft: _Draft) -> None:
+        self._waiting = waiting
+        self._slot_cache = slot_cache
+        self._room = room
+        self._draft = draft
+        self._slots_to_pin: CountOutside | None = None  # counted when first asked for
+
+    def __call__(self) -> Bool[np.ndarray, " num_waiting"]:
+        """[num_waiting] as things are now."""
+        waiting, slot_cache, room = self._waiting, self._slot_cache, self._room
+        if self._slots_to_pin is None:
+            self._slots_to_pin = waiting.count_slots_outside(slot_cache.pinned)
+        fits = self._slots_to_pin.values() <= slot_cache.num_free + slot_cache.num_evictable_slots
+        if room.claimed_by is None:
+            return fits & (waiting.promised_blocks <= room.num_blocks)
+        fits &= waiting.count_adapters_outside(room.claimed_by).values() == 0
+        fits &= waiting.most_blocks <= room.num_blocks
+        return fits & (waiting.num_tokens <= self._draft.budget)
 
 
 def _counts_text(num_slots: dict[str, int]) -> str:

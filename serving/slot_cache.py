@@ -39,6 +39,11 @@ class SlotCache:
         return self._slots.keys()
 
     @property
+    def pinned(self) -> Set[str]:
+        """Ids of the adapters with at least one pin: a live view, which follows pins and unpins."""
+        return self._num_pins.keys()
+
+    @property
     def num_free(self) -> int:
         """Slots that no adapter holds."""
         return len(self._free)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 
 from serving.config import EngineConfig
@@ -10,16 +11,25 @@ from serving.errors import InvalidRequestError
 from serving.policies import Fifo, Lag, LeastFirst, Policy, Random, WhenBlocked, make_policy
 from serving.request import FinishReason, Request
 from serving.scheduler import Scheduler
+from serving.waiting_queue import Needs, WaitingQueue, WaitingRequests
 from tests.support.host import FakeEngine, admit, check_finished, make_request, make_scheduler
 
 ALL_POLICIES = [Lag(0.5), Lag(0.0), Fifo(), Random(3), LeastFirst()]
+
+
+def queued(waiting: list[Request]) -> WaitingRequests:
+    """The requests as a policy sees them."""
+    queue = WaitingQueue(lambda adapter_id: 1)
+    for request in waiting:
+        queue.add(request, Needs(promised_blocks=1, most_blocks=1, num_tokens=1))
+    return queue.snapshot()
 
 
 def order_with_admissions(policy: Policy, waiting: list[Request], resident: Iterable[str], now_s: float) -> list[str]:
     """Order of admission if every request fits and nothing is evicted."""
     slots = dict.fromkeys(resident, 0)
     order = []
-    for request in policy.order(waiting, slots.keys(), now_s):
+    for request in policy.order(queued(waiting), slots.keys(), lambda: np.ones(len(waiting), bool), now_s):
         order.append(request.request_id)
         slots.update(dict.fromkeys(request.adapters, 0))
     return order
@@ -79,7 +89,7 @@ def test_lag_counts_anew_when_an_admission_evicts():
     waiting = numbered([make_request("x", "new"), make_request("y", "old"), make_request("z", "old", "new")])
     slots = {"old": 0}
     order = []
-    for request in Lag(1.0).order(waiting, slots.keys(), 0.0):
+    for request in Lag(1.0).order(queued(waiting), slots.keys(), lambda: np.ones(len(waiting), bool), 0.0):
         order.append(request.request_id)
         if request.request_id == "y":
             slots.clear()
@@ -91,7 +101,7 @@ def test_lag_counts_the_load_of_an_adapter_that_an_admission_evicts():
     waiting = numbered([make_request("base"), make_request("evicted", "old"), make_request("loaded", "new")])
     slots = {"old": 0}
     order = []
-    for request in Lag(1.0).order(waiting, slots.keys(), 0.0):
+    for request in Lag(1.0).order(queued(waiting), slots.keys(), lambda: np.ones(len(waiting), bool), 0.0):
         order.append(request.request_id)
         if request.request_id == "base":
             slots.clear()
