@@ -473,17 +473,21 @@ class _Fitting:
         self._room = room
         self._draft = draft
         self._slots_to_pin: CountOutside | None = None  # counted when first asked for
+        self._most_slots_to_pin = 0
 
     def __call__(self) -> Bool[np.ndarray, " num_waiting"]:
         """[num_waiting] as things are now."""
         waiting, slot_cache, room = self._waiting, self._slot_cache, self._room
         if self._slots_to_pin is None:
             self._slots_to_pin = waiting.count_slots_outside(slot_cache.pinned)
-        fits = self._slots_to_pin.values() <= slot_cache.num_free + slot_cache.num_evictable_slots
+            self._most_slots_to_pin = self._slots_to_pin.values().max(initial=0)
+        fits = (waiting.promised_blocks if room.claimed_by is None else waiting.most_blocks) <= room.num_blocks
+        num_slots = slot_cache.num_free + slot_cache.num_evictable_slots
+        if num_slots < self._most_slots_to_pin:  # else nobody lacks slots; admissions only lower what others need
+            fits &= self._slots_to_pin.values() <= num_slots
         if room.claimed_by is None:
-            return fits & (waiting.promised_blocks <= room.num_blocks)
+            return fits
         fits &= waiting.count_adapters_outside(room.claimed_by).values() == 0
-        fits &= waiting.most_blocks <= room.num_blocks
         return fits & (waiting.num_tokens <= self._draft.budget)
 
 
