@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from dymerge_jax.config import LlamaConfig
 from pallas_kernels.pytree import pytree_dataclass
@@ -39,14 +39,3 @@ def empty_cache(config: LlamaConfig, *, num_blocks: int, block_size: int, dtype:
 def block_bytes(config: LlamaConfig, *, block_size: int, dtype: DTypeLike) -> int:
     """Device memory of one block over all layers, in bytes."""
     return config.num_layers * 2 * config.kv_width * block_size * jnp.dtype(dtype).itemsize
-
-
-def write_tokens(
-    kv: LayerKV,
-    k: Float[Array, "num_tokens num_kv_heads head_dim"],
-    v: Float[Array, "num_tokens num_kv_heads head_dim"],
-    block_ids: Int[Array, " num_tokens"],
-    offsets: Int[Array, " num_tokens"],
-) -> LayerKV:
-    """Writes each token's key and value at its place; tokens whose block id is num_blocks are dropped."""
-    return kv.at[block_ids, :, :, offsets].set(jnp.stack([k, v], axis=1), mode="drop")

@@ -1,4 +1,4 @@
-"""The stateless pieces of the model: matrix product and rotary embedding."""
+"""The stateless pieces of the model: matrix product and rotary angles."""
 
 import jax
 import jax.numpy as jnp
@@ -43,13 +43,3 @@ def rope_angles(
     """Cosine and sine of each token's rotation, float32; computed once a step for all layers."""
     angles = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(rope_frequencies(head_dim, rope))[None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
-
-
-def apply_rope(
-    x: Float[Array, "num_tokens num_heads head_dim"],
-    cos: Float[Array, "num_tokens 1 half_dim"],
-    sin: Float[Array, "num_tokens 1 half_dim"],
-) -> Float[Array, "num_tokens num_heads head_dim"]:
-    """Rotates dimension pairs (i, i + head_dim // 2), as Hugging Face checkpoints lay them out."""
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)

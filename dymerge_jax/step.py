@@ -268,8 +268,8 @@ def forward_step(
       tables: what else the step reads.
       batch: [num_tokens + 7 * num_seqs] int32, see `PackedBatch`.
       num_seqs: sequences of the batch.
-      max_slots: a program for rows that use no more slots than that together does less for them; one for 0 slots
-        gives rows on the base model the same bits as any other. None is for any number.
+      max_slots: a program for rows that use no more slots than that together does less for them. None is for any
+        number. Rows on the base model get the same from all, to the bit where `lora_linear` takes one launch.
       implementations: of the ops.
     """
     model = structure.merge(weights)

@@ -68,7 +68,7 @@ def kernel_config(
         num_splits=_num_splits(num_seqs * num_kv_heads, max_context),
         min_split_chunks=min_split_chunks,
         num_warps=4,
-        # Measured on an H200 (8B heads, 32 x 256 tokens): 18 us with 2, 20 with 3, 24 with 4: more programs share an SM.
+        # Measured on an H200 (8B heads, 32 x 256 tokens): 18 us with 2, 20 with 3, 24 with 4.
         num_stages=2,
     )
 

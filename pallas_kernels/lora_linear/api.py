@@ -55,28 +55,9 @@ def lora_linear(
     """
     static_validate(x, w, slots, segments, arrivals, layer, site)
     layer, site = jnp.asarray(layer, jnp.int32), jnp.asarray(site, jnp.int32)
-    match implementation or _pick():
-        case "reference":
-            return reference.lora_linear(x, w, slots, segments, layer)[None], arrivals
-        case "separate":
-            y = separate.lora_linear(x, w, slots, segments, layer, maf_implementation=maf_implementation)
-            return y[None], arrivals
-        case "pallas_triton":
-            from pallas_kernels.lora_linear import pallas_triton  # the GPU backend is imported where it is used only
-
-            try:
-                return pallas_triton.lora_linear(x, w, slots, segments, arrivals, layer, site)
-            except NotImplementedError:
-                if implementation is not None:
-                    raise
-            y = separate.lora_linear(x, w, slots, segments, layer, maf_implementation=maf_implementation)
-            return y[None], arrivals
-        case "pallas_mosaic":
-            from pallas_kernels.lora_linear import pallas_mosaic
-
-            return pallas_mosaic.lora_linear(x, w, slots, segments, layer), arrivals
-        case unknown:
-            raise _unknown(unknown)
+    args = x, w, slots, segments, arrivals, layer, site
+    y, arrivals = _run("lora_linear", implementation, maf_implementation, *args)
+    return y if y.ndim == 3 else y[None], arrivals
 
 
 def lora_swiglu(
@@ -102,37 +83,48 @@ def lora_swiglu(
     if len(set(slots.widths)) != 1 or slots.num_projections != 2:
         raise ValueError(f"slots has projections of widths {slots.widths}; expected two of equal width, gate and up")
     layer, site = jnp.asarray(layer, jnp.int32), jnp.asarray(site, jnp.int32)
+    return _run("lora_swiglu", implementation, maf_implementation, x, w, slots, segments, arrivals, layer, site)
+
+
+def _run(
+    op: Literal["lora_linear", "lora_swiglu"],
+    implementation: Implementation | None,
+    maf_implementation: str | None,
+    x: Array,
+    w: Array,
+    slots: ProjectionSlots,
+    segments: Segments | None,
+    arrivals: Int[Array, "num_sites cells"],
+    layer: Int[Array, ""],
+    site: Int[Array, ""],
+) -> tuple[Array, Int[Array, "num_sites cells"]]:
+    """The function `op` of an implementation; of lora_linear either partial sums or their sum."""
+    args = x, w, slots, segments
     match implementation or _pick():
         case "reference":
-            return separate.swiglu(reference.lora_linear(x, w, slots, segments, layer)), arrivals
+            return getattr(reference, op)(*args, layer), arrivals
         case "separate":
-            y = separate.lora_swiglu(x, w, slots, segments, layer, maf_implementation=maf_implementation)
-            return y, arrivals
+            return getattr(separate, op)(*args, layer, maf_implementation=maf_implementation), arrivals
         case "pallas_triton":
-            from pallas_kernels.lora_linear import pallas_triton
+            from pallas_kernels.lora_linear import pallas_triton  # the GPU backend is imported where it is used only
 
             try:
-                return pallas_triton.lora_swiglu(x, w, slots, segments, arrivals, layer, site)
+                return getattr(pallas_triton, op)(*args, arrivals, layer, site)
             except NotImplementedError:
                 if implementation is not None:
                     raise
-            y = separate.lora_swiglu(x, w, slots, segments, layer, maf_implementation=maf_implementation)
-            return y, arrivals
+                return getattr(separate, op)(*args, layer, maf_implementation=maf_implementation), arrivals
         case "pallas_mosaic":
             from pallas_kernels.lora_linear import pallas_mosaic
 
-            return pallas_mosaic.lora_swiglu(x, w, slots, segments, layer), arrivals
+            return getattr(pallas_mosaic, op)(*args, layer), arrivals
         case unknown:
-            raise _unknown(unknown)
+            raise ValueError(
+                f"implementation {unknown!r} is unknown; "
+                "expected 'reference', 'separate', 'pallas_triton' or 'pallas_mosaic'"
+            )
 
 
 def _pick() -> Implementation:
     # In interpret mode on a CPU the kernel runs element by element: "separate" is what a CPU is good at.
     return "separate" if jax.default_backend() == "cpu" else "pallas_triton"
-
-
-def _unknown(implementation: str) -> ValueError:
-    return ValueError(
-        f"implementation {implementation!r} is unknown; "
-        "expected 'reference', 'separate', 'pallas_triton' or 'pallas_mosaic'"
-    )

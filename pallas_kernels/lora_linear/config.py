@@ -101,6 +101,10 @@ def pick_config(problem: Problem, *, has_adapters: bool = True) -> KernelConfig:
 def check_supported(problem: Problem) -> None:
     """Raises NotImplementedError for what the kernel does not support."""
     p = problem
+    if p.num_tokens < MIN_DOT_SIZE or p.num_tokens & (p.num_tokens - 1):
+        raise NotImplementedError(
+            f"tile_size {p.num_tokens} of the segments is not supported; use 16, 32 or 64, as token_tile_size gives it"
+        )
     if p.num_tokens > MAX_TOKENS:
         raise NotImplementedError(f"{p.num_tokens} tokens are not supported; at most {MAX_TOKENS} fit one launch")
     for name, width in [("in_features", p.in_features), *(("width", width) for width in p.widths)]:

@@ -208,6 +208,7 @@ def _launch(
             tile_size=segments.tile_size,
             num_slots=slots.num_slots,
             slot_rank=slots.slot_rank,
+            max_rows=_max_rows(slots, segments),
             widths=slots.widths,
             num_shrink=num_shrink,
             is_interpreted=interpret,
@@ -253,13 +254,14 @@ def _kernel(
     tile_size: int,
     num_slots: int,
     slot_rank: int,
+    max_rows: int,
     widths: tuple[int, ...],
     num_shrink: int,
     is_interpreted: bool,
 ) -> None:
     program = pl.program_id(0)
     layer, site = layer_ref[0], site_ref[0]
-    num_rows = num_segments_ref[0] * slot_rank
+    num_rows = jnp.minimum(num_segments_ref[0] * slot_rank, max_rows)  # v has no room for more than was promised
     barrier = _no_barrier if is_interpreted else plt.debug_barrier
     # v is read in steps of tail_rows: the last step's rows past the last segment are zeros.
     blocks_per_projection = _cdiv(_cdiv(num_rows, config.tail_rows) * config.tail_rows, config.shrink_rows)

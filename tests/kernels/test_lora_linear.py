@@ -441,9 +441,8 @@ def _call(case: LinearCase, is_swiglu: bool, **kwargs: Any) -> Any:
         ({"num_tokens": 65, "tile_size": 128}, "128 tokens are not supported; at most 64 fit one launch"),
         ({"in_features": 72}, "in_features 72 is not supported; it must be a multiple of 16"),
         ({"widths": (72, 72)}, "width 72 is not supported; it must be a multiple of 16"),
-        # Interpreted, such tiles work; Triton's compiler would fail with a message of its own.
-        pytest.param({"tile_size": 8}, "tile_size 8", marks=pytest.mark.xfail(reason="not checked yet")),
-        pytest.param({"tile_size": 24}, "tile_size 24", marks=pytest.mark.xfail(reason="not checked yet")),
+        ({"tile_size": 8}, "tile_size 8 of the segments is not supported; use 16, 32 or 64"),
+        ({"tile_size": 24}, "tile_size 24 of the segments is not supported"),
     ],
 )
 def test_what_one_launch_does_not_support_is_refused_by_the_kernel_alone(

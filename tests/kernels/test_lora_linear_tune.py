@@ -148,7 +148,7 @@ def test_the_tuner_writes_a_table_that_pick_config_reads(
     tune.main()
     table = json.loads(out.read_text())
     assert table["command"] == f"python -m pallas_kernels.lora_linear.tune {flags} {out}"
-    problems = [problem_of(named_shapes()["tiny"], group, 16, 32) for group in ("o", "gate_up")]
+    problems = [problem_of(named_shapes()["tiny"], group, 16, 128) for group in ("o", "gate_up")]
     assert set(table["configs"]) == {p.key for p in problems}
     read_table_from(tmp_path)
     for problem in problems:

@@ -56,8 +56,15 @@ def make_tight_engine(
         gated_set = random_gated_set(
             model.config, "gated", ["a", "b"], granularity="layer", top_k=1, renormalize=True, seed=3
         )
-    sizes = {"adapter_slots": 4, "num_blocks": 24, "max_model_len": 48}
-    return make_engine(model, adapters, [gated_set], max_num_batched_tokens=max_num_batched_tokens, **sizes)
+    return make_engine(
+        model,
+        adapters,
+        [gated_set],
+        max_num_batched_tokens=max_num_batched_tokens,
+        adapter_slots=4,
+        num_blocks=24,
+        max_model_len=48,
+    )
 
 
 def make_request(
