@@ -200,9 +200,11 @@ def test_it_compiles_to_one_launch_for_an_h200(
     assert "add_rms_norm" in launches[0]
 
 
-def test_many_rows_are_left_to_the_compiler(h200: H200) -> None:
-    text = h200.lower(lambda *args: add_rms_norm(*args, eps=EPS), *structs(512, 4096, 1)).as_text()
-    assert "custom_call" not in text
+def test_the_rows_of_a_prefill_are_one_launch_too(h200: H200) -> None:
+    text = h200.compile(lambda *args: add_rms_norm(*args, eps=EPS), *structs(8192, 4096, 1)).as_text()
+    assert text is not None
+    assert text.count("custom-call(") == 1
+    assert "fusion(" not in text
 
 
 @pytest.mark.gpu
