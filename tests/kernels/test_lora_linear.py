@@ -324,7 +324,7 @@ def random_config(rng: np.random.Generator, problem: linear_config.Problem) -> K
             return config
 
 
-@pytest.mark.parametrize("seed", [*range(4), *slow(*range(4, 48))])
+@pytest.mark.parametrize("seed", [*range(2), *slow(*range(2, 48))])
 def test_every_choice_of_block_sizes_gives_the_result_of_the_reference(rng: np.random.Generator, seed: int) -> None:
     is_swiglu = seed % 3 == 2
     widths = GATE_UP if is_swiglu else ((64,), (32, 32), (64, 32, 32))[rng.integers(3)]

@@ -213,7 +213,7 @@ def test_gate_and_up_must_be_equally_wide(rng: np.random.Generator) -> None:
         maf_swiglu(case.x, case.slots, case.segments, case.base, layer=1)
 
 
-@pytest.mark.parametrize("num_gates", [1, 3])
+@pytest.mark.parametrize("num_gates", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_programs_that_share_the_blocks_of_a_tile_do_not_change_a_bit(
     rng: np.random.Generator, num_gates: int
 ) -> None:

@@ -71,7 +71,9 @@ def test_a_layered_step_equals_the_step_as_one_program(case: tuple[Model, Adapte
             assert int(tokens[1]) == 3, "a row without a sequence has lost its token"
 
 
-@pytest.mark.parametrize("implementation", ["separate", "reference", "pallas_triton"])
+@pytest.mark.parametrize(
+    "implementation", [*(pytest.param(i, marks=pytest.mark.slow) for i in ("separate", "reference")), "pallas_triton"]
+)
 def test_programs_for_few_slots_and_for_none_give_the_bits_of_the_one_for_any(implementation) -> None:
     split = tiny_model(dtype=jnp.bfloat16)
     model = Model(split, None, adapter_slots=3, slot_rank=4)

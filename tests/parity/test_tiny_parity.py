@@ -41,7 +41,9 @@ def _differences(model: str, logits: np.ndarray) -> dict[str, list[np.ndarray]]:
     return differences
 
 
-@pytest.mark.parametrize("model", cases.TINY_MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=() if m == "llama3_rope" else pytest.mark.slow) for m in cases.TINY_MODELS]
+)
 def test_logits_and_greedy_tokens_equal_transformers_and_peft(model: str, tmp_path: Path) -> None:
     golden = np.load(cases.GOLDENS / f"{model}.npz")
     loaded = _load(model, tmp_path, "float32")
