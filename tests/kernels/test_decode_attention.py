@@ -94,10 +94,8 @@ KERNEL_CASES = {
     "head_dim_not_a_power_of_two": (3, 24, "float32", 8, 2),
 }
 FAST = {
-    ("group_1_head_dim_64", "one_range"),
     ("group_3_head_dim_64_partials", "long_ranges"),
     ("group_4_head_dim_128", "ranges"),
-    ("head_dim_not_a_power_of_two", "many_ranges"),
 }
 
 

@@ -75,7 +75,7 @@ def test_every_number_of_tokens_matches_the_reference(
 
 
 @each_implementation
-@pytest.mark.parametrize("slot_rank", [4, *(pytest.param(r, marks=pytest.mark.slow) for r in (16, 32)), 64])
+@pytest.mark.parametrize("slot_rank", [4, *(pytest.param(r, marks=pytest.mark.slow) for r in (16, 32, 64))])
 def test_every_slot_rank_matches_the_reference(
     rng: np.random.Generator, implementation: Implementation, slot_rank: int
 ) -> None:
@@ -83,7 +83,7 @@ def test_every_slot_rank_matches_the_reference(
 
 
 @each_implementation
-@pytest.mark.parametrize("widths", [(64,), (128, 128), (32, 16)])
+@pytest.mark.parametrize("widths", [*(pytest.param(w, marks=pytest.mark.slow) for w in ((64,), (128, 128))), (32, 16)])
 def test_every_group_of_projections_matches_the_reference(
     rng: np.random.Generator, implementation: Implementation, widths: tuple[int, ...]
 ) -> None:
@@ -213,7 +213,7 @@ def test_gate_and_up_must_be_equally_wide(rng: np.random.Generator) -> None:
         maf_swiglu(case.x, case.slots, case.segments, case.base, layer=1)
 
 
-@pytest.mark.parametrize("num_gates", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("num_gates", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 3)])
 def test_the_programs_that_share_the_blocks_of_a_tile_do_not_change_a_bit(
     rng: np.random.Generator, num_gates: int
 ) -> None:

@@ -61,6 +61,7 @@ def test_what_does_not_depend_on_the_base_stays_in_the_timed_loop(h200: H200, na
     assert sum("gemm" in kernel for kernel in kernels) == gemms_per_op * UNROLL
 
 
+@pytest.mark.slow
 def test_the_naive_loop_takes_one_adapter_after_another(h200: H200) -> None:
     column = bench.kernel_columns([], "pallas_triton")["naive"]
     loops = kernels_of_the_innermost_loops(h200, column, 5)  # 15 adapters: an iteration of 8, then 7

@@ -37,7 +37,7 @@ def one_chunk(context_len: int, num_tokens: int, *, tile_size: int) -> QueryTile
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if i % 3 == 0 else pytest.mark.slow) for i, n in enumerate(ATTENTION_CASES)]
+    "name", [pytest.param(n, marks=() if i % 6 == 0 else pytest.mark.slow) for i, n in enumerate(ATTENTION_CASES)]
 )
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_float32_matches_the_reference(name: str, implementation: Implementation):

@@ -72,7 +72,7 @@ def test_a_layered_step_equals_the_step_as_one_program(case: tuple[Model, Adapte
 
 
 @pytest.mark.parametrize(
-    "implementation", [*(pytest.param(i, marks=pytest.mark.slow) for i in ("separate", "reference")), "pallas_triton"]
+    "implementation", [*(pytest.param(i, marks=pytest.mark.slow) for i in ("reference", "pallas_triton")), "separate"]
 )
 def test_programs_for_few_slots_and_for_none_give_the_bits_of_the_one_for_any(implementation) -> None:
     split = tiny_model(dtype=jnp.bfloat16)

@@ -89,7 +89,8 @@ def test_a_step_program_compiles_and_updates_the_cache_in_place(h200, size, dtyp
     assert "paged_attention" in kernels, "paged_attention's own kernel is not in the program"
 
 
-@pytest.mark.parametrize("with_logprobs", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("with_logprobs", [False, True])
 def test_a_sampler_program_compiles(h200, with_logprobs) -> None:
     n = 32
     step = functools.partial(sample_step, with_logprobs=with_logprobs)
