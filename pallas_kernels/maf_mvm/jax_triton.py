@@ -32,8 +32,8 @@ if jax.__version_info__ >= (0, 12) and importlib.metadata.version("jax-triton") 
         "use jax 0.11, or another implementation"
     )
 
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 _MAX_PROJECTIONS = 3
 
@@ -186,7 +186,7 @@ def launch(*args: Array, kernel: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _jax_triton() -> Any:
-    import triton.backends.nvidia.driver as driver
+    import triton.backends.nvidia.driver as driver  # pyright: ignore[reportMissingImports]
 
     # jax-triton 0.4.1 takes Triton 3.6 for one without the NVIDIA backend because it lacks this constant, which only
     # TMA descriptors use; the value is that of CUDA's CU_TENSOR_MAP_DATA_TYPE_TFLOAT32.

@@ -33,7 +33,7 @@ _TYPE_NAMES = {
 @contextlib.contextmanager
 def interpreted(path: Path) -> Iterator[ModuleType]:
     """The module at `path`, its kernels interpreted and its jitted functions run eagerly inside the context."""
-    from triton.runtime import interpreter
+    from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
 
     patch_tensor, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
 
@@ -72,7 +72,7 @@ def _launch(
 ) -> jax.Array:
     del name, num_warps, num_stages
     assert os.environ["TRITON_INTERPRET"] == "1"
-    from triton.runtime import interpreter
+    from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
 
     arrays = [np.array(arg) for arg in args]
     out = np.full(out_type.shape, np.nan, out_type.dtype)
@@ -98,7 +98,7 @@ class _Pointer:
 
 def _in_float32(operand: Any) -> Any:
     """The interpreter keeps bfloat16 as its bits in uint16, and would multiply those."""
-    from triton.runtime import interpreter
+    from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
 
     if operand.dtype.scalar != interpreter.tl.bfloat16:
         return operand
