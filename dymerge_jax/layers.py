@@ -1,25 +1,10 @@
-"""The stateless pieces of the model: matrix product and rotary angles."""
+"""The stateless pieces of the model: rotary frequencies and angles."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dymerge_jax.config import RopeConfig
-
-
-def matmul(
-    x: Float[Array, "num_tokens in_features"],
-    w: Float[Array, "in_features out_features"],
-    *,
-    out_dtype: DTypeLike | None = None,
-) -> Float[Array, "num_tokens out_features"]:
-    """x @ w, accumulated in float32; float32 inputs get full-precision products on every backend (no TF32)."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        x, w, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=out_dtype or x.dtype
-    )
 
 
 def rope_frequencies(head_dim: int, rope: RopeConfig) -> Float[np.ndarray, " half_dim"]:

@@ -1,10 +1,9 @@
 """The library's GEMM, then `maf_mvm` onto its output: any backend, any shape; the fast form of a prefill."""
 
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.maf_mvm import ProjectionSlots, maf_mvm, maf_swiglu, swiglu
+from pallas_kernels.matmul import matmul
 from pallas_kernels.segments import Segments
 
 
@@ -38,11 +37,3 @@ def lora_swiglu(
     if segments is None:
         return swiglu(base)
     return maf_swiglu(x, slots, segments, base, layer=layer, implementation=maf_implementation)  # pyright: ignore[reportArgumentType]
-
-
-def matmul(
-    x: Float[Array, "num_tokens in_features"], w: Float[Array, "in_features out_features"]
-) -> Float[Array, "num_tokens out_features"]:
-    """x @ w, accumulated in float32; float32 inputs get full-precision products on every backend (no TF32)."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return lax.dot_general(x, w, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=x.dtype)
