@@ -49,10 +49,7 @@ def lora_linear(
     Raises:
       NotImplementedError: If the kernel does not support the shapes or the dtype.
     """
-    picked = config or pick_config(_problem(x, slots, segments, is_swiglu=False), has_adapters=segments is not None)
-    if segments is None:
-        return _launch_plain(x, w, config=picked, is_swiglu=False, interpret=_is_cpu()), arrivals
-    return _launch(x, w, slots, segments, arrivals, layer, site, config=picked, is_swiglu=False, interpret=_is_cpu())
+    return _call(x, w, slots, segments, arrivals, layer, site, config=config, is_swiglu=False)
 
 
 def lora_swiglu(
@@ -71,19 +68,31 @@ def lora_swiglu(
     Raises:
       NotImplementedError: If the kernel does not support the shapes or the dtype.
     """
-    picked = config or pick_config(_problem(x, slots, segments, is_swiglu=True), has_adapters=segments is not None)
-    if picked.splits != 1:
-        raise NotImplementedError(f"SwiGLU needs whole sums, but the configuration has {picked.splits} splits")
-    if segments is None:
-        return _launch_plain(x, w, config=picked, is_swiglu=True, interpret=_is_cpu())[0], arrivals
-    y, arrivals = _launch(
-        x, w, slots, segments, arrivals, layer, site, config=picked, is_swiglu=True, interpret=_is_cpu()
-    )
+    y, arrivals = _call(x, w, slots, segments, arrivals, layer, site, config=config, is_swiglu=True)
     return y[0], arrivals
 
 
-def _is_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+def _call(
+    x: Array,
+    w: Array,
+    slots: ProjectionSlots,
+    segments: Segments | None,
+    arrivals: Int[Array, "num_sites cells"],
+    layer: Int[Array, ""],
+    site: Int[Array, ""],
+    *,
+    config: KernelConfig | None,
+    is_swiglu: bool,
+) -> tuple[Float[Array, "num_partials num_tokens out_features"], Int[Array, "num_sites cells"]]:
+    picked = config or pick_config(_problem(x, slots, segments, is_swiglu=is_swiglu), has_adapters=segments is not None)
+    if is_swiglu and picked.splits != 1:
+        raise NotImplementedError(f"SwiGLU needs whole sums, but the configuration has {picked.splits} splits")
+    interpret = jax.default_backend() == "cpu"
+    if segments is None:
+        return _launch_plain(x, w, config=picked, is_swiglu=is_swiglu, interpret=interpret), arrivals
+    return _launch(
+        x, w, slots, segments, arrivals, layer, site, config=picked, is_swiglu=is_swiglu, interpret=interpret
+    )
 
 
 def _problem(x: Array, slots: ProjectionSlots, segments: Segments | None, *, is_swiglu: bool) -> Problem:
