@@ -147,6 +147,11 @@ class Engine:
         self._warm_up()
         logger.info("compiled %d programs in %.1f s", programs.num_programs, time.perf_counter() - start_s)
 
+    @property
+    def num_programs(self) -> int:
+        """Programs compiled so far."""
+        return self._programs.num_programs
+
     def _tables(self) -> StepTables:
         return StepTables(self._slots, self._gates, self._rows.rows, self._rows.block_tables)
 
