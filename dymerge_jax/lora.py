@@ -49,7 +49,7 @@ class AdapterWeights:
     projections: dict[tuple[int, str], ProjectionWeights]
     content_hash: str
 
-    @property
+    @functools.cached_property  # every step asks
     def rank(self) -> int:
         """The largest rank of any projection."""
         return max(p.rank for p in self.projections.values())

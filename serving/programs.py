@@ -1,9 +1,11 @@
 """The compiled programs of an engine: a forward step for each bucket, and samplers for each number of sequences."""
 
 import concurrent.futures
+import contextlib
 import enum
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator
 
 import jax
@@ -77,10 +79,12 @@ def compile_whole_step(
     last_tokens: Int[Array, " num_rows"],
     tables: StepTables,
     implementations: Implementations,
+    *,
+    turn: contextlib.AbstractContextManager[object],
 ) -> CompiledStep:
-    """The forward step of a bucket as one program."""
+    """The forward step of a bucket as one program; compiled, once it is lowered, inside of `turn`."""
     structure, weights = split_weights(model.graph, model.state)
-    return forward_step.lower(
+    lowered = forward_step.lower(
         structure,
         weights,
         cache,
@@ -90,7 +94,9 @@ def compile_whole_step(
         num_seqs=bucket.num_seqs,
         max_slots=bucket.max_slots,
         implementations=implementations,
-    ).compile()
+    )
+    with turn:
+        return lowered.compile()
 
 
 def compile_layered_step(
@@ -100,10 +106,13 @@ def compile_layered_step(
     last_tokens: Int[Array, " num_rows"],
     tables: StepTables,
     implementations: Implementations,
+    *,
+    turn: contextlib.AbstractContextManager[object],
 ) -> CompiledStep:
-    """The same as one small program a stage."""
+    """The same as one small program a stage, all inside of `turn`."""
     sizes = {"num_seqs": bucket.num_seqs, "implementations": implementations}
-    return LayeredStep(model, cache, last_tokens, tables, abstract_batch(bucket), **sizes)
+    with turn:
+        return LayeredStep(model, cache, last_tokens, tables, abstract_batch(bucket), **sizes)
 
 
 def abstract_batch(bucket: Bucket) -> jax.ShapeDtypeStruct:
@@ -135,6 +144,9 @@ class StepPrograms:
         self._implementations = implementations
         self._compile_step = compile_step or (compile_layered_step if _is_cpu() else compile_whole_step)
         self._forward: dict[Bucket, CompiledStep] = {}
+        # For a GPU, XLA times candidate kernels on the device as it compiles: two at once would disturb each other. Only
+        # lowering, which Python does, goes on beside it.
+        self._turn = contextlib.nullcontext() if _is_cpu() else threading.Lock()
         self._sample: dict[tuple[int, Sampler], Callable[..., tuple[SampledTokens, Int[Array, " num_rows"]]]] = {}
 
     @property
@@ -159,8 +171,7 @@ class StepPrograms:
             for num_seqs in sorted({b.num_seqs for b in self._buckets.all})
             for sampler in SAMPLER_PROGRAMS
         ]
-        # For a GPU, XLA times candidate kernels on the device as it compiles: two at once would disturb each other.
-        num_threads = (os.cpu_count() or 1) if _is_cpu() else 1
+        num_threads = (os.cpu_count() or 1) if _is_cpu() else 2
         with concurrent.futures.ThreadPoolExecutor(max_workers=num_threads) as pool:
             futures = [pool.submit(job) for job in jobs]
             done = concurrent.futures.as_completed(futures)
@@ -171,7 +182,7 @@ class StepPrograms:
         self, bucket: Bucket, cache: KVCache, last_tokens: Int[Array, " num_rows"], tables: StepTables
     ) -> None:
         self._forward[bucket] = self._compile_step(
-            self._model, bucket, cache, last_tokens, tables, self._implementations
+            self._model, bucket, cache, last_tokens, tables, self._implementations, turn=self._turn
         )
 
     def _compile_sampler(
@@ -181,7 +192,8 @@ class StepPrograms:
         seqs = jax.ShapeDtypeStruct((NUM_SEQ_FIELDS, num_seqs), jnp.int32)
         with_logprobs = sampler is Sampler.LOGPROBS
         lowered = sample_step.lower(logits, last_tokens, tables.rows, seqs, with_logprobs=with_logprobs)
-        self._sample[num_seqs, sampler] = lowered.compile()
+        with self._turn:
+            self._sample[num_seqs, sampler] = lowered.compile()
 
     def first_calls(self) -> Iterator[tuple[Bucket, Sampler]]:
         """Calls that, made once, leave nothing for a request's first call to set up."""

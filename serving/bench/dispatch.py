@@ -9,6 +9,7 @@ does, as one program, as on an accelerator. Scheduler, batch, dispatch, reading 
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import logging
@@ -61,6 +62,8 @@ def compile_empty_step(
     last_tokens: Int[Array, " num_rows"],
     tables: StepTables,
     implementations: Implementations,
+    *,
+    turn: contextlib.AbstractContextManager[object],
 ) -> CompiledStep:
     """A step of the right signature that computes nothing."""
 
@@ -76,7 +79,8 @@ def compile_empty_step(
 
     weights = split_weights(model.graph, model.state)[1]
     jitted = jax.jit(step, donate_argnums=(1, 2), keep_unused=True)  # as the real step has a use for all of them
-    return jitted.lower(weights, cache, last_tokens, tables, abstract_batch(bucket)).compile()
+    with turn:
+        return jitted.lower(weights, cache, last_tokens, tables, abstract_batch(bucket)).compile()
 
 
 def word_tokenizer(vocab: int) -> types.SimpleNamespace:
