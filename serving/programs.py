@@ -144,8 +144,8 @@ class StepPrograms:
         self._implementations = implementations
         self._compile_step = compile_step or (compile_layered_step if _is_cpu() else compile_whole_step)
         self._forward: dict[Bucket, CompiledStep] = {}
-        # For a GPU, XLA times candidate kernels on the device as it compiles: two at once would disturb each other. Only
-        # lowering, which Python does, goes on beside it.
+        # For a GPU, XLA times candidate kernels on the device as it compiles: two at once would disturb each other.
+        # Lowering, which Python does, goes on beside it.
         self._turn = contextlib.nullcontext() if _is_cpu() else threading.Lock()
         self._sample: dict[tuple[int, Sampler], Callable[..., tuple[SampledTokens, Int[Array, " num_rows"]]]] = {}
 

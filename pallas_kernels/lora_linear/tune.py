@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
+from tqdm import tqdm
 
 from pallas_kernels.lora_linear import new_arrivals, pallas_triton, reference
 from pallas_kernels.lora_linear.config import MIN_DOT_SIZE, KernelConfig, Problem, pick_config
@@ -220,8 +221,9 @@ def tune(cases: list[Case], rounds: Iterable[str], repeats: int) -> Iterator[lis
             ]
             # All compiled before any is timed: the compiler's threads would disturb the host's part of a call.
             futures = [pool.submit(compile_case, cases[i], option, has_adapters=not is_plain) for i, option in jobs]
-            compiled = [future.result() for future in futures]
-            for (i, option), program in zip(jobs, compiled, strict=True):
+            compiled = [f.result() for f in tqdm(futures, desc=f"{name}: compiling", unit="program", mininterval=5)]
+            measured = tqdm(zip(jobs, compiled, strict=True), desc=f"{name}: timing", total=len(jobs), mininterval=5)
+            for (i, option), program in measured:
                 update = _update_plain if is_plain else _update
                 update(best[i], option, cases[i], program, repeats)
             print(f"{name}: {len(jobs)} candidates, {time.perf_counter() - start_s:.0f} s", flush=True)

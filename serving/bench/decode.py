@@ -293,7 +293,7 @@ def make_engine(options: argparse.Namespace, batches: Sequence[int], prefill: tu
 def measure(
     engine: Engine, batches: Sequence[int], prefill: tuple[int, int] | None, options: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Runs every workload and reports its last run, and whether the run before, in the same state, gave the same tokens.
+    """Runs every workload; of its last run, reports whether the one before, in the same state, gave the same tokens.
 
     The first run loads adapters, by which requests that need fewer come first: another order of rows than later ones'.
     """

@@ -1,6 +1,7 @@
-"""Time of the decode step's program alone, and of each of its kernels: the quick loop of kernel work.
+"""Time of a step's program alone, and of each of its kernels: the quick loop of kernel work.
 
     python -m serving.bench.step --shape 8b --batches 1,32,64 --profile
+    python -m serving.bench.step --shape 8b --batches none --prefill 4x2048 --profile
 
 Weights and adapters are random and every row has the same context. Steps follow each other without the host reading
 anything, as in the engine, so that a time is the device's as long as the host is faster. `serving.bench.decode` is the
@@ -31,7 +32,7 @@ from dymerge_jax.model import Implementations, random_model
 from dymerge_jax.step import StepTables, forward_step, split_weights
 from dymerge_jax.step_batch import packed_batch, packed_rows
 from pallas_kernels.maf_mvm import ProjectionSlots
-from serving.bench.decode import SHAPES, Workload, current_commit, workloads
+from serving.bench.decode import SHAPES, Workload, current_commit, prefill_workloads, workloads
 from serving.bench.profile import kernel_times
 from serving.programs import FEW_SLOTS
 
@@ -71,26 +72,36 @@ def packed_mixes(workload: Workload, num_slots: int) -> np.ndarray:
     return rows.array
 
 
-def decode_batch(num_seqs: int, context: int) -> np.ndarray:
-    """One new token for each of `num_seqs` rows, with `context` tokens once it is in."""
-    batch = packed_batch(num_seqs, num_seqs)
+def step_batch(num_seqs: int, new_tokens: int, context: int) -> np.ndarray:
+    """`new_tokens` tokens for each of `num_seqs` rows, with `context` tokens once they are in."""
+    batch = packed_batch(num_seqs * new_tokens, num_seqs)
     rows = np.arange(num_seqs)
-    batch.seqs[:] = np.stack(
-        [rows, rows, *np.broadcast_to(np.array([[1], [context - 1], [1], [1], [0]]), (5, num_seqs))]
-    )
+    lengths = np.array([[new_tokens], [context - new_tokens], [int(new_tokens == 1)], [1], [0]])
+    batch.seqs[:] = np.stack([rows, rows * new_tokens, *np.broadcast_to(lengths, (5, num_seqs))])
+    batch.tokens[:] = np.arange(num_seqs * new_tokens) % 1000
     return batch.array
 
 
 class StepLoop:
-    """One batch size: its cache and what every call of its programs takes."""
+    """One size of a step: its cache and what every call of its programs takes."""
 
-    def __init__(self, options: argparse.Namespace, config: LlamaConfig, weights: Any, slots: SlotArray, batch: int):
-        blocks_per_seq = -(-options.context // BLOCK_SIZE)
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: Any,
+        slots: SlotArray,
+        *,
+        batch: int,
+        new_tokens: int,
+        context: int,
+        dtype: Any,
+    ) -> None:
+        blocks_per_seq = -(-context // BLOCK_SIZE)
         num_blocks = batch * blocks_per_seq
-        self._cache = empty_cache(config, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=options.dtype)
+        self._cache = empty_cache(config, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype)
         self._block_tables = jnp.arange(num_blocks, dtype=jnp.int32).reshape(batch, blocks_per_seq)
         self._last_tokens = jnp.arange(batch, dtype=jnp.int32)
-        self._batch = jax.device_put(decode_batch(batch, options.context))
+        self._batch = jax.device_put(step_batch(batch, new_tokens, context))
         self._weights, self._slots, self._num_seqs = weights, slots, batch
 
     def tables(self, rows: np.ndarray) -> StepTables:
@@ -144,12 +155,15 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     structure, weights = split_weights(model.graph, model.state)
     slots = random_slots(config, num_slots=options.slots, slot_rank=options.rank, dtype=options.dtype)
     implementations = Implementations(lora_linear=options.implementation)
-    batches = [int(b) for b in options.batches.split(",")]
-    for batch in batches:
-        loop, programs = StepLoop(options, config, weights, slots, batch), {}
-        for workload in workloads([batch]):
+    for batch, new_tokens in step_sizes(options):
+        sizes = {"batch": batch, "new_tokens": new_tokens}
+        context = new_tokens if new_tokens > 1 else options.context
+        loop, programs = StepLoop(config, weights, slots, context=context, dtype=options.dtype, **sizes), {}
+        for workload in workloads([batch]) if new_tokens == 1 else prefill_workloads(batch):
             tables = loop.tables(packed_mixes(workload, options.slots))
-            max_slots = next((n for n in (0, FEW_SLOTS) if workload.num_adapters <= n), None)
+            max_slots = None
+            if new_tokens == 1:
+                max_slots = next((n for n in (0, FEW_SLOTS) if workload.num_adapters <= n), None)
             if max_slots not in programs:
                 programs[max_slots] = loop.compile(
                     structure, tables, max_slots=max_slots, implementations=implementations
@@ -160,16 +174,18 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             ms = [sample[0] for sample in samples]
             row = {
                 "workload": workload.name,
-                "batch": batch,
+                **sizes,
                 "active_adapters": workload.num_adapters,
                 "step_ms_median": statistics.median(ms),
                 "step_ms_min": min(ms),
                 "step_ms_max": max(ms),
+                "tokens_per_s": batch * new_tokens / statistics.median(ms) * 1e3,
                 "host_ms_median": statistics.median(sample[1] for sample in samples),
             }
             print(
-                f"{row['workload']:22} {batch:5d} {row['step_ms_median']:8.3f} ms a step "
-                f"({row['step_ms_min']:.3f} to {row['step_ms_max']:.3f}), host {row['host_ms_median']:.3f} ms",
+                f"{row['workload']:22} {batch:5d} x {new_tokens:4d} {row['step_ms_median']:8.3f} ms a step "
+                f"({row['step_ms_min']:.3f} to {row['step_ms_max']:.3f}), {row['tokens_per_s']:.0f} tokens/s, "
+                f"host {row['host_ms_median']:.3f} ms",
                 flush=True,
             )
             if options.profile:
@@ -177,10 +193,20 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def step_sizes(options: argparse.Namespace) -> list[tuple[int, int]]:
+    """(sequences, new tokens of each) of every step to time."""
+    sizes = [] if options.batches == "none" else [(int(b), 1) for b in options.batches.split(",")]
+    if options.prefill != "none":
+        batch, _, new_tokens = options.prefill.partition("x")
+        sizes.append((int(batch), int(new_tokens)))
+    return sizes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b", help="8b, 1b or a named model size (default: %(default)s)")
-    parser.add_argument("--batches", default="1,32,64", help="batch sizes (default: %(default)s)")
+    parser.add_argument("--batches", default="1,32,64", help="batch sizes, or none (default: %(default)s)")
+    parser.add_argument("--prefill", default="none", help="prompts x tokens, e.g. 4x2048 (default: %(default)s)")
     parser.add_argument("--slots", type=int, default=128, help="adapter slots (default: %(default)s)")
     parser.add_argument("--rank", type=int, default=8, help="rank rows of a slot (default: %(default)s)")
     parser.add_argument("--context", type=int, default=256, help="tokens of each row (default: %(default)s)")

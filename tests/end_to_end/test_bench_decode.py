@@ -59,7 +59,7 @@ def test_the_rows_of_a_workload_hold_its_mixes() -> None:
 
 
 def test_the_batch_of_the_step_benchmark_is_one_token_of_each_row() -> None:
-    batch, targets = unpack_batch(jnp.asarray(step.decode_batch(3, 24)), 3)
+    batch, targets = unpack_batch(jnp.asarray(step.step_batch(3, 1, 24)), 3)
     assert batch.rows.tolist() == batch.seq_starts.tolist() == [0, 1, 2]
     assert batch.seq_lens.tolist() == [1, 1, 1]
     assert batch.context_lens.tolist() == [23, 23, 23]
