@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
-from tqdm import tqdm
 
 from pallas_kernels.lora_linear import new_arrivals, pallas_triton, reference
 from pallas_kernels.lora_linear.config import MIN_DOT_SIZE, KernelConfig, Problem, pick_config
@@ -221,13 +220,22 @@ def tune(cases: list[Case], rounds: Iterable[str], repeats: int) -> Iterator[lis
             ]
             # All compiled before any is timed: the compiler's threads would disturb the host's part of a call.
             futures = [pool.submit(compile_case, cases[i], option, has_adapters=not is_plain) for i, option in jobs]
-            compiled = [f.result() for f in tqdm(futures, desc=f"{name}: compiling", unit="program", mininterval=5)]
-            measured = tqdm(zip(jobs, compiled, strict=True), desc=f"{name}: timing", total=len(jobs), mininterval=5)
-            for (i, option), program in measured:
-                update = _update_plain if is_plain else _update
+            compiled = [future.result() for future in _shown(futures, f"{name}: compiled")]
+            update = _update_plain if is_plain else _update
+            for (i, option), program in _shown(list(zip(jobs, compiled, strict=True)), f"{name}: timed"):
                 update(best[i], option, cases[i], program, repeats)
             print(f"{name}: {len(jobs)} candidates, {time.perf_counter() - start_s:.0f} s", flush=True)
             yield best
+
+
+def _shown[T](items: list[T], done: str) -> Iterator[T]:
+    """The items, and a line about how many are done every ten seconds."""
+    shown_s = time.perf_counter()
+    for i, item in enumerate(items):
+        yield item
+        if time.perf_counter() - shown_s > 10:
+            shown_s = time.perf_counter()
+            print(f"{done} {i + 1} of {len(items)}", file=sys.stderr, flush=True)
 
 
 def _update(choice: Choice, option: KernelConfig, case: Case, program: Any, repeats: int) -> None:
