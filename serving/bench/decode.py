@@ -314,7 +314,7 @@ def measure(
     if prefill is not None:
         batch, prompt_len = prefill
         for workload in prefill_workloads(batch):
-            row = run(workload, prompt_len, 2)
+            row = run(workload, prompt_len, 1)  # with decode rows, one prompt's end would be a step of its own
             row["tokens_per_s"] = batch * prompt_len / row["all_first_tokens_ms"] * 1e3
             prefills.append({k: v for k, v in row.items() if "tpot" not in k and k != "repeats"})
     if options.trace is not None:

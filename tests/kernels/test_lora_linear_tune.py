@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from pallas_kernels.lora_linear import config as linear_config
@@ -69,31 +70,33 @@ def assert_can_run(config: KernelConfig, problem: Problem) -> None:
     assert max(config.tail_rows, config.shrink_rows) < 2 * max(problem.num_rows, MIN_DOT_SIZE)
 
 
-def assert_both_can_run(problem: Problem) -> None:
-    """The choice for a step with adapters and the one for a step without, which must add sums up in the same order."""
+def assert_all_can_run(problem: Problem) -> None:
+    """The choices for steps with adapters, with few and without, which must add sums up in the same order."""
+    few = dataclasses.replace(problem, num_rows=min(problem.num_rows, linear_config.FEW_ROWS))
     with_adapters, without = pick_config(problem), pick_config(problem, has_adapters=False)
     assert_can_run(with_adapters, problem)
     assert_can_run(without, problem)
-    assert without.splits == with_adapters.splits
+    assert_can_run(pick_config(few), few)
+    assert without.splits == with_adapters.splits == pick_config(few).splits
 
 
 def test_every_picked_configuration_can_run_and_fits_into_shared_memory() -> None:
     for problem in all_problems():
-        assert_both_can_run(problem)
+        assert_all_can_run(problem)
 
 
 def test_the_rule_can_run_where_nothing_was_measured(tmp_path: Path, read_table_from: Callable[[Path], None]) -> None:
-    (tmp_path / "h200.json").write_text('{"configs": {}, "plain": {}}')
+    (tmp_path / "h200.json").write_text('{"configs": {}, "plain": {}, "few": {}}')
     read_table_from(tmp_path)
     odd = [(48, (16,)), (80, (16, 16)), (1296, (272,)), (11008, (4096,)), (3584, (3584, 512, 512))]
     others = [Problem(tokens, 512, i, widths, False) for i, widths in odd for tokens in (16, 64)]
     for problem in [*all_problems(), *others, Problem(32, 512, 4096, (11008, 11008), True)]:
-        assert_both_can_run(problem)
+        assert_all_can_run(problem)
 
 
 def test_the_committed_table_holds_configurations_that_can_run_and_names_its_command() -> None:
     table = json.loads(resources.files("pallas_kernels.lora_linear").joinpath("h200.json").read_text())
-    assert table["command"].startswith("python -m pallas_kernels.lora_linear.tune")
+    assert table["made_by"].keys() == table["configs"].keys()
     by_key = {p.key: p for p in all_problems() if p.num_rows == 1024}
     assert table["configs"]
     for key, fields in table["configs"].items():
@@ -143,30 +146,30 @@ def test_the_tuner_writes_a_table_that_pick_config_reads(
 ) -> None:
     out = tmp_path / "h200.json"
     flags = "--shape tiny --group o gate_up --tokens 16 --slots 4 --layers 2 --repeats 1"
-    flags += " --rounds main shrink_rows plain --out"
+    flags += " --rounds main tail_rows plain few --out"
     monkeypatch.setattr(sys, "argv", ["tune", *flags.split(), str(out)])
     tune.main()
     table = json.loads(out.read_text())
-    assert table["command"] == f"python -m pallas_kernels.lora_linear.tune {flags} {out}"
     problems = [problem_of(named_shapes()["tiny"], group, 16, 128) for group in ("o", "gate_up")]
-    assert set(table["configs"]) == {p.key for p in problems}
+    made_by = f"python -m pallas_kernels.lora_linear.tune {flags} {out} (cpu, jax {jax.__version__})"
+    assert [table["made_by"][p.key] for p in problems] == [made_by] * 2
+    committed = json.loads(resources.files("pallas_kernels.lora_linear").joinpath("h200.json").read_text())
+    assert committed["configs"].items() <= table["configs"].items()
     read_table_from(tmp_path)
     for problem in problems:
-        assert_both_can_run(problem)
+        assert_all_can_run(problem)
         assert dataclasses.asdict(pick_config(problem)) == table["configs"][problem.key]
-        assert set(table["us_per_layer"][problem.key]) == {"base", "one", "three", "plain"}
+        assert set(table["us_per_layer"][problem.key]) == {"base", "one", "three", "plain", "few"}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_the_tuner_measures_no_program_that_is_wrong() -> None:
     case = tune.make_case("tiny", "o", 16, num_slots=4, slot_rank=8, num_layers=2)
-    compiled = tune.compile_case(case, pick_config(case.problem))
+    compiled = tune.compile_case(case, pick_config(case.problem), case.mixes["base"])
     assert tune.score(tune.measure(case, compiled, 1)) < float("inf")
     wrong = dataclasses.replace(case, expected=case.expected + 0.1)
     assert tune.measure(wrong, compiled, 1) is None
-    assert (
-        tune.measure(case, tune.compile_case(case, dataclasses.replace(pick_config(case.problem), columns=48)), 1)
-        is None
-    )
+    refused = tune.compile_case(case, dataclasses.replace(pick_config(case.problem), columns=48), case.mixes["base"])
+    assert tune.measure(case, refused, 1) is None
     assert tune.score(None) == float("inf")
