@@ -73,7 +73,7 @@ def make_buckets(
     *,
     decode_growth: int,
     mixed_growth: int,
-    decode_slots: Sequence[int | None] = (None,),
+    decode_slots: Callable[[int], Sequence[int | None]] = lambda _: (None,),
 ) -> Buckets:
     """Sizes that grow by a factor, up to the limits.
 
@@ -81,7 +81,7 @@ def make_buckets(
       max_num_seqs: rows.
       max_num_batched_tokens: token budget of a step.
       decode_growth, mixed_growth: 2 wastes least; more means fewer programs to compile.
-      decode_slots: `Bucket.max_slots` that each size of a decode step gets a program for; one of them is None.
+      decode_slots: `Bucket.max_slots` that a size of a decode step gets programs for; one of them is None.
     """
     sizes = _sizes(1, max_num_seqs, decode_growth)
     # A mixed step has more tokens than rows: one with as many is read as a decode step.
@@ -89,7 +89,7 @@ def make_buckets(
     start = max(64, _power_of_two_above(max_num_seqs))
     mixed = [t for t in _sizes(min(start, top), top, mixed_growth) if t > max_num_seqs]
     return Buckets(
-        decode=tuple(Bucket(n, n, max_slots) for n in sizes for max_slots in decode_slots),
+        decode=tuple(Bucket(n, n, max_slots) for n in sizes for max_slots in decode_slots(n)),
         mixed=tuple(Bucket(t, max_num_seqs) for t in mixed),
     )
 

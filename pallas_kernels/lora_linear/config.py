@@ -7,7 +7,7 @@ from importlib import resources
 from typing import Any
 
 MIN_DOT_SIZE = 16  # the tensor cores' smallest tile side
-FEW_ROWS = 64  # a program made for no more than that has sizes of its own: its shrink programs have little to do
+_FEW_ROWS = 64  # then blocks are small: most have a row or two, and less shared memory lets more programs run
 MAX_TOKENS = 64  # more tokens want the library's GEMM: weights are then no longer what takes the time
 
 
@@ -76,8 +76,8 @@ class Problem:
 def pick_config(problem: Problem, *, has_adapters: bool = True) -> KernelConfig:
     """The measured choice for one problem, or a rule's.
 
-    Without adapters, and with few, there may be a better one, with the same splits: they alone decide in which order a
-    sum is taken, and a row on the base model must get the same bits whether others have adapters or not.
+    Without adapters there may be a better one, with the same splits: they alone decide in which order a sum is taken,
+    and a row on the base model must get the same bits whether others have adapters or not.
 
     Raises:
       NotImplementedError: If the kernel does not support the shapes.
@@ -88,9 +88,8 @@ def pick_config(problem: Problem, *, has_adapters: bool = True) -> KernelConfig:
     config = config or _by_rule(problem)
     if not has_adapters:
         config = dataclasses.replace(config, **measured["plain"].get(problem.key, {}))
-    elif problem.num_rows <= FEW_ROWS:
-        few = {"tail_rows": FEW_ROWS // 2, "shrink_rows": FEW_ROWS // 2} | measured["few"].get(problem.key, {})
-        config = dataclasses.replace(config, **few)
+    if problem.num_rows <= _FEW_ROWS:
+        config = dataclasses.replace(config, tail_rows=_FEW_ROWS // 2, shrink_rows=_FEW_ROWS // 2)
     num_rows = max(problem.num_rows, MIN_DOT_SIZE)
     return dataclasses.replace(
         config,
@@ -117,8 +116,7 @@ def check_supported(problem: Problem) -> None:
 def _measured() -> dict[str, Any]:
     """Made on an H200 by `python -m pallas_kernels.lora_linear.tune`.
 
-    "configs" holds whole configurations by `Problem.key`; "plain" the fields in which those without adapters differ,
-    "few" those in which programs for at most FEW_ROWS rank rows do.
+    "configs" holds whole configurations by `Problem.key`, "plain" the fields in which those without adapters differ.
     """
     return json.loads(resources.files(__package__).joinpath("h200.json").read_text())
 

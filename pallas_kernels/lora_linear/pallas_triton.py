@@ -323,46 +323,31 @@ def _kernel(
         block, split = _div_rem(program - num_shrink, config.splits)
         starts = _column_starts(block, config, y_ref if is_swiglu else None)
         columns = [start + _iota(config.columns) for start in starts]
+        sums = _base_product(x_ref, w_ref, columns, split, config, tile_size)
 
-        def tail_rows(i: Array) -> tuple[Array, Array]:
-            """Rank rows of step i of the tail, and their rows of B."""
-            # Blocks of rank rows are dealt to the splits in turn.
-            rows = (split + i * config.splits) * config.tail_rows + _iota(config.tail_rows)
-            # Rows past the last segment meet zeros in v: any row that holds numbers will do, without a mask.
-            live_rows = jnp.minimum(rows, jnp.maximum(num_rows, 1) - 1)
-            slots, _ = _slots_of_rows(slot_ids_ref, live_rows, num_rows, slot_rank, num_slots)
-            return rows, (layer * num_slots + slots) * slot_rank + lax.rem(rows, slot_rank)
-
-        def load_b(b_rows: Array) -> tuple[Array, ...]:
-            return tuple(
-                plt.load(b_ref.at[b_rows[:, None], block[None, :]], eviction_policy="evict_first") for block in columns
-            )
-
-        def add(sums: tuple[Array, ...], rows: Array, b: tuple[Array, ...]) -> tuple[Array, ...]:
-            results = []
-            for first_row, block, total in zip(first_rows, b, sums, strict=True):
-                v = plt.load(v_ref.at[_iota(tile_size)[:, None], (first_row + rows)[None, :]])
-                results.append(total + _dot(v, block))
-            return tuple(results)
-
-        def accumulate(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            rows, b_rows = tail_rows(i)
-            return add(sums, rows, load_b(b_rows))
-
+        if not is_interpreted:  # where programs run one after another
+            _wait(arrivals_ref, site, num_blocks)
         edges = tuple(itertools.accumulate(widths[:-1]))
         first_rows = [
             sum((start >= edge).astype(jnp.int32) for edge in edges) * (v_ref.shape[1] // len(widths))
             for start in starts
         ]
-        # B does not wait for the shrink: its first step, often the only one, is on its way while v is awaited.
-        rows, b_rows = tail_rows(jnp.int32(0))
-        sums = _base_product(x_ref, w_ref, columns, split, config, tile_size)
-        first_b = load_b(b_rows)
-        if not is_interpreted:  # where programs run one after another
-            _wait(arrivals_ref, site, num_blocks)
+
+        def accumulate(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            rows = (split + i * config.splits) * config.tail_rows + _iota(config.tail_rows)
+            # Rows past the last segment meet zeros in v: any row that holds numbers will do, without a mask.
+            slots, _ = _slots_of_rows(slot_ids_ref, jnp.minimum(rows, num_rows - 1), num_rows, slot_rank, num_slots)
+            b_rows = (layer * num_slots + slots) * slot_rank + lax.rem(rows, slot_rank)
+            results = []
+            for first_row, block_columns, total in zip(first_rows, columns, sums, strict=True):
+                b = plt.load(b_ref.at[b_rows[:, None], block_columns[None, :]], eviction_policy="evict_first")
+                v = plt.load(v_ref.at[_iota(tile_size)[:, None], (first_row + rows)[None, :]])
+                results.append(total + _dot(v, b))
+            return tuple(results)
+
+        # Blocks of rank rows are dealt to the splits in turn.
         num_steps = _cdiv(_cdiv(num_rows, config.tail_rows) - split, config.splits)
-        sums = lax.fori_loop(0, jnp.minimum(num_steps, 1), lambda _, sums: add(sums, rows, first_b), sums)
-        sums = lax.fori_loop(1, num_steps, accumulate, sums)
+        sums = lax.fori_loop(0, num_steps, accumulate, sums)
         _store(y_ref, split, columns[0], _activated(sums, x_ref.dtype), tile_size)
 
 

@@ -3,12 +3,11 @@
     python -m pallas_kernels.lora_linear.tune --shape llama-3-8b llama-3.2-1b --out pallas_kernels/lora_linear/h200.json
 
 From the present choice, all problems side by side: first the sizes of the main programs together ("main"), then those
-of the shrink programs ("shrink"), then single fields. Last, with the same splits, for steps without adapters the main
-programs' sizes once more ("plain"), and for programs made for few adapters all that matters there ("few"). One timed
-call runs the op for several layers, so that weights come from memory; the score is the mean time over batches without
-adapters, with one adapter a token, and with three ("few": one and three adapters that all tokens share). Every
-candidate's output is checked before it may win: against the float32 reference, and rows on the base model to the bit.
-Problems that are in the table and not tuned stay in it. Never run in production: what serves is what was committed.
+of the shrink programs ("shrink"), then single fields; last, for steps without adapters, the main programs' sizes once
+more, with the same splits ("plain"). One timed call runs the op for several layers, so that weights come from memory;
+the score is the mean time over batches without adapters, with one adapter a token, and with three. Every candidate's
+output is checked against the float32 reference before it may win. Problems that are not tuned stay in the table as they
+are. Never run in production: what serves is what was committed.
 """
 
 import argparse
@@ -32,7 +31,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_kernels.lora_linear import new_arrivals, pallas_triton, reference
-from pallas_kernels.lora_linear.config import FEW_ROWS, MIN_DOT_SIZE, KernelConfig, Problem, pick_config
+from pallas_kernels.lora_linear.config import MIN_DOT_SIZE, KernelConfig, Problem, pick_config
 from pallas_kernels.maf_mvm import swiglu
 from pallas_kernels.maf_mvm.shapes import GROUPS, named_shapes
 from pallas_kernels.maf_mvm.slots import ProjectionSlots
@@ -42,14 +41,12 @@ MAIN_FIELDS = ("columns", "depth", "splits", "num_stages")
 MAIN_SIZES = tuple(itertools.product((64, 128), (64, 128), (1, 2, 4, 8), (3, 4, 5)))
 SHRINK_FIELDS = ("shrink_rows", "shrink_splits", "shrink_programs", "shrink_unroll")
 SHRINK_SIZES = tuple(itertools.product((32, 64), (1, 2, 4, 8), (66, 132, 264), (1, 2, 4)))
-FEW_FIELDS = (*MAIN_FIELDS, "tail_rows", "shrink_rows", "shrink_splits", "shrink_unroll")
-FEW_SIZES = tuple(itertools.product(((16, 16), (32, 32)), (4, 8), (2,)))
 CANDIDATES: dict[str, tuple[int, ...]] = {
     "tail_rows": (32, 64, 128),
     "shrink_columns": (64, 128),
     "num_warps": (4, 8),
 }
-ROUNDS = ("main", "shrink", *CANDIDATES, "plain", "few")
+ROUNDS = ("main", "shrink", *CANDIDATES, "plain")
 _MAX_SHARED_BYTES = 200e3
 _NUM_PROGRAMS = (60, 280)  # fewer leave multiprocessors idle, more come in a second wave
 _PASSES = 3  # over the layers in one call, so that the device has work for longer than the host needs to launch it
@@ -64,21 +61,13 @@ class Case:
       problem: what the configuration is for.
       args: x, w of each layer, slots.
       mixes: segments by name of the batch.
-      few: the same for a program for few slots: none, and one and three adapters that all tokens share.
-      expected, few_expected: output of layer 0 with the last mixes of each, in float32.
+      expected: output of layer 0 with the last mixes, in float32.
     """
 
     problem: Problem
     args: tuple[Array, list[Array], ProjectionSlots]
     mixes: dict[str, Segments]
-    few: dict[str, Segments]
     expected: Array
-    few_expected: Array
-
-    @property
-    def few_problem(self) -> Problem:
-        """What a configuration for few slots is picked by."""
-        return dataclasses.replace(self.problem, num_rows=FEW_ROWS)
 
 
 def make_case(shape: str, group: Any, num_tokens: int, *, num_slots: int, slot_rank: int, num_layers: int) -> Case:
@@ -99,35 +88,19 @@ def make_case(shape: str, group: Any, num_tokens: int, *, num_slots: int, slot_r
     x = normal((num_tokens, in_features), 1.0)
     ws = [normal((in_features, sum(widths)), in_features**-0.5) for _ in range(num_layers)]
     tile = max(num_tokens, MIN_DOT_SIZE)
-    few_slots = FEW_ROWS // slot_rank
-    mixes = {k: _segments(num_tokens, num_slots, size, tile) for k, size in (("base", 0), ("one", 1), ("three", 3))}
-    few = {
-        k: _segments(num_tokens, num_slots, size, tile, max_segments=few_slots, is_shared=True)
-        for k, size in (("base", 0), ("one", 1), ("three", 3))
-    }
+    mixes = {name: _segments(num_tokens, num_slots, k, tile) for name, k in (("base", 0), ("one", 1), ("three", 3))}
 
-    def expected(segments: Segments) -> Array:
-        y = reference.lora_linear(x, ws[0], slots, segments, jnp.int32(0)).astype(jnp.float32)
-        return swiglu(y) if is_swiglu else y
-
+    expected = reference.lora_linear(x, ws[0], slots, mixes["three"], jnp.int32(0)).astype(jnp.float32)
     problem = Problem(tile, num_slots * slot_rank, in_features, widths, is_swiglu)
-    return Case(problem, (x, ws, slots), mixes, few, expected(mixes["three"]), expected(few["three"]))
+    return Case(problem, (x, ws, slots), mixes, swiglu(expected) if is_swiglu else expected)
 
 
-def _segments(
-    num_tokens: int,
-    num_slots: int,
-    mix_size: int,
-    tile: int,
-    *,
-    max_segments: int | None = None,
-    is_shared: bool = False,
-) -> Segments:
+def _segments(num_tokens: int, num_slots: int, mix_size: int, tile: int) -> Segments:
     weights = np.zeros((num_tokens, 1, num_slots), np.float32)
     for t in range(num_tokens):
         for i in range(mix_size):
-            weights[t, 0, (i if is_shared else t * mix_size + i) % num_slots] = 0.3
-    return build_segments(jnp.asarray(weights), tile_size=tile, max_segments=max_segments)
+            weights[t, 0, (t * mix_size + i) % num_slots] = 0.3
+    return build_segments(jnp.asarray(weights), tile_size=tile)
 
 
 def all_layers(config: KernelConfig, *, is_swiglu: bool) -> Callable[..., list[Array]]:
@@ -170,10 +143,11 @@ def num_programs(config: KernelConfig, problem: Problem) -> int:
     return out_features // config.columns * config.splits
 
 
-def compile_case(case: Case, config: KernelConfig, segments: Segments | None) -> Any:
-    """The compiled chain for segments of that kind, or the reason why there is none."""
+def compile_case(case: Case, config: KernelConfig, *, has_adapters: bool = True) -> Any:
+    """The compiled chain, or the reason why there is none."""
     try:
-        return jax.jit(all_layers(config, is_swiglu=case.problem.is_swiglu)).lower(*case.args, segments).compile()
+        run = jax.jit(all_layers(config, is_swiglu=case.problem.is_swiglu))
+        return run.lower(*case.args, case.mixes["base"] if has_adapters else None).compile()
     except Exception as error:
         return error
 
@@ -193,15 +167,6 @@ def measure_plain(case: Case, compiled: Any, base_bits: Array, repeats: int) -> 
     if isinstance(compiled, Exception) or not bool((compiled(*case.args, None)[0] == base_bits).all()):
         return float("inf")
     return _microseconds(compiled, case, None, repeats)
-
-
-def measure_few(case: Case, compiled: Any, base_bits: Array, repeats: int) -> float:
-    """Mean microseconds a layer with one and with three adapters that all share; infinity as for `measure_plain`."""
-    if isinstance(compiled, Exception) or not bool((compiled(*case.args, case.few["base"])[0] == base_bits).all()):
-        return float("inf")
-    if _error(compiled, case, case.few["three"], case.few_expected) > _LARGEST_ERROR:
-        return float("inf")
-    return statistics.fmean(_microseconds(compiled, case, case.few[name], repeats) for name in ("one", "three"))
 
 
 def _error(compiled: Any, case: Case, segments: Segments | None, expected: Array) -> float:
@@ -232,17 +197,15 @@ class Choice:
     Attributes:
       config: with adapters.
       times: microseconds a layer by mix; None before the first measurement.
-      plain, few: the fields of `config` that are different without adapters, and with few.
-      plain_us, few_us: microseconds a layer of these; infinity before the first measurement.
+      plain: the fields of `config` that are different without adapters.
+      plain_us: microseconds a layer without adapters.
       base_bits: what rows on the base model get, which must not depend on the program.
     """
 
     config: KernelConfig
     times: dict[str, float] | None = None
     plain: dict[str, int] = dataclasses.field(default_factory=dict)
-    few: dict[str, int] = dataclasses.field(default_factory=dict)
     plain_us: float = float("inf")
-    few_us: float = float("inf")
     base_bits: Array | None = None
 
 
@@ -251,21 +214,18 @@ def tune(cases: list[Case], rounds: Iterable[str], repeats: int) -> Iterator[lis
     best = [Choice(pick_config(case.problem)) for case in cases]
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 2)) as pool:
         for name in ("start", *rounds):
-            start_s = time.perf_counter()
-            update = {"plain": _update_plain, "few": _update_few}.get(name, _update)
-            jobs = [(i, option) for i, case in enumerate(cases) for option in options_of(best[i].config, name, case)]
+            start_s, is_plain = time.perf_counter(), name == "plain"
+            jobs = [
+                (i, option) for i, case in enumerate(cases) for option in options_of(best[i].config, name, case.problem)
+            ]
             # All compiled before any is timed: the compiler's threads would disturb the host's part of a call.
-            futures = [pool.submit(compile_case, cases[i], option, _kind(cases[i], name)) for i, option in jobs]
+            futures = [pool.submit(compile_case, cases[i], option, has_adapters=not is_plain) for i, option in jobs]
             compiled = [future.result() for future in _shown(futures, f"{name}: compiled")]
+            update = _update_plain if is_plain else _update
             for (i, option), program in _shown(list(zip(jobs, compiled, strict=True)), f"{name}: timed"):
                 update(best[i], option, cases[i], program, repeats)
             print(f"{name}: {len(jobs)} candidates, {time.perf_counter() - start_s:.0f} s", flush=True)
             yield best
-
-
-def _kind(case: Case, round_name: str) -> Segments | None:
-    """Segments as the programs of a round take them."""
-    return {"plain": None, "few": case.few["base"]}.get(round_name, case.mixes["base"])
 
 
 def _shown[T](items: list[T], done: str) -> Iterator[T]:
@@ -285,68 +245,40 @@ def _update(choice: Choice, option: KernelConfig, case: Case, program: Any, repe
 
 
 def _update_plain(choice: Choice, option: KernelConfig, case: Case, program: Any, repeats: int) -> None:
-    us = measure_plain(case, program, _base_bits(choice, case), repeats)
+    base_bits = choice.base_bits
+    if base_bits is None:
+        base_bits = choice.base_bits = compile_case(case, choice.config)(*case.args, case.mixes["base"])[0]
+    us = measure_plain(case, program, base_bits, repeats)
     if us < choice.plain_us * 0.99:
         choice.plain_us = us
-        choice.plain = _differences(option, choice.config, MAIN_FIELDS)
+        fields = {name: getattr(option, name) for name in MAIN_FIELDS}
+        choice.plain = {k: v for k, v in fields.items() if v != getattr(choice.config, k)}
 
 
-def _update_few(choice: Choice, option: KernelConfig, case: Case, program: Any, repeats: int) -> None:
-    us = measure_few(case, program, _base_bits(choice, case), repeats)
-    if us < choice.few_us * 0.99:
-        choice.few_us = us
-        choice.few = _differences(option, choice.config, FEW_FIELDS)
-
-
-def _base_bits(choice: Choice, case: Case) -> Array:
-    if choice.base_bits is None:
-        program = compile_case(case, choice.config, case.mixes["base"])
-        choice.base_bits = program(*case.args, case.mixes["base"])[0]
-    return choice.base_bits
-
-
-def _differences(option: KernelConfig, config: KernelConfig, fields: Iterable[str]) -> dict[str, int]:
-    values = {name: getattr(option, name) for name in fields}
-    return {name: value for name, value in values.items() if value != getattr(config, name)}
-
-
-def options_of(config: KernelConfig, round_name: str, case: Case) -> list[KernelConfig]:
-    """The valid candidates of one round; for "plain" and "few" those with the splits of `config`, present one first."""
-    problem = case.problem
+def options_of(config: KernelConfig, round_name: str, problem: Problem) -> list[KernelConfig]:
+    """The valid candidates of one round; for "plain" those with the splits of `config`, itself first."""
     match round_name:
         case "start":
             candidates = [config]
-        case "main":
-            candidates = _main_options(config, problem)
+        case "main" | "plain":
+            candidates = [
+                dataclasses.replace(config, **dict(zip(MAIN_FIELDS, sizes, strict=True))) for sizes in MAIN_SIZES
+            ]
+            fewest, most = _NUM_PROGRAMS
+            candidates = [
+                c
+                for c in candidates
+                if shared_bytes(c, problem) <= _MAX_SHARED_BYTES and fewest <= num_programs(c, problem) <= most
+            ]
+            if round_name == "plain":
+                candidates = [config, *(c for c in candidates if c.splits == config.splits)]
         case "shrink":
-            candidates = [_with(config, SHRINK_FIELDS, sizes) for sizes in SHRINK_SIZES]
-        case "plain":
-            candidates = [config, *(c for c in _main_options(config, problem) if c.splits == config.splits)]
-        case "few":
-            problem = case.few_problem
-            candidates = [pick_config(problem)] if pick_config(problem).splits == config.splits else []
-            candidates += [
-                _with(c, ("tail_rows", "shrink_rows", "shrink_splits", "shrink_unroll"), (*rows, splits, unroll))
-                for c in _main_options(config, problem)
-                if c.splits == config.splits
-                for rows, splits, unroll in FEW_SIZES
+            candidates = [
+                dataclasses.replace(config, **dict(zip(SHRINK_FIELDS, sizes, strict=True))) for sizes in SHRINK_SIZES
             ]
         case field:
             candidates = [dataclasses.replace(config, **{field: v}) for v in CANDIDATES[field]]
     return [c for c in dict.fromkeys(candidates) if is_valid(c, problem)]
-
-
-def _main_options(config: KernelConfig, problem: Problem) -> list[KernelConfig]:
-    fewest, most = _NUM_PROGRAMS
-    return [
-        c
-        for c in (_with(config, MAIN_FIELDS, sizes) for sizes in MAIN_SIZES)
-        if shared_bytes(c, problem) <= _MAX_SHARED_BYTES and fewest <= num_programs(c, problem) <= most
-    ]
-
-
-def _with(config: KernelConfig, fields: Iterable[str], values: Iterable[int]) -> KernelConfig:
-    return dataclasses.replace(config, **dict(zip(fields, values, strict=True)))
 
 
 def main() -> None:
@@ -371,11 +303,7 @@ def main() -> None:
     for best in tune(cases, options.rounds, options.repeats):
         for case, choice in zip(cases, best, strict=True):
             times = {k: round(v, 1) for k, v in (choice.times or {}).items()}
-            print(
-                f"  {case.problem.key}: us a layer {times}, without adapters {choice.plain_us:.1f}, "
-                f"few {choice.few_us:.1f}",
-                flush=True,
-            )
+            print(f"  {case.problem.key}: us a layer {times}, without adapters {choice.plain_us:.1f}", flush=True)
         if options.out:
             options.out.write_text(json.dumps(_table(cases, best), indent=1) + "\n")
 
@@ -386,14 +314,15 @@ def _table(cases: list[Case], best: list[Choice]) -> dict[str, Any]:
     command = shlex.join(["python", "-m", "pallas_kernels.lora_linear.tune", *sys.argv[1:]])
     for case, choice in zip(cases, best, strict=True):
         key = case.problem.key
-        others = {"plain": choice.plain_us, "few": choice.few_us}
-        table["us_per_layer"][key] = (choice.times or {}) | {k: us for k, us in others.items() if us < float("inf")}
-        table["configs"][key] = dataclasses.asdict(choice.config)
         table["made_by"][key] = f"{command} ({jax.devices()[0].device_kind}, jax {jax.__version__})"
-        for name, fields in (("plain", choice.plain), ("few", choice.few)):
-            table[name].pop(key, None)
-            if fields:
-                table[name][key] = fields
+        table["us_per_layer"][key] = dict(choice.times or {})
+        table["configs"][key] = dataclasses.asdict(choice.config)
+        if choice.plain_us < float("inf"):
+            table["us_per_layer"][key]["plain"] = choice.plain_us
+            table["plain"][key] = choice.plain
+        elif choice.config.splits != pick_config(case.problem).splits:
+            table["plain"].pop(key, None)  # chosen for other splits
+    table["plain"] = {key: fields for key, fields in table["plain"].items() if fields}
     return table
 
 

@@ -265,7 +265,7 @@ def _expand_swiglu(
         in_specs=[_IN_PLACE] * 6,
         out_specs=_IN_PLACE,
         out_shape=jax.ShapeDtypeStruct((num_tokens, ffn), out_dtype),
-        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.expand_stages),
+        compiler_params=plt.CompilerParams(num_warps=config.swiglu_warps, num_stages=config.expand_stages),
         interpret=interpret,
         name="maf_mvm_expand_swiglu",
     )(layer[None], segments.slot_ids, segments.num_segments, v, slots.b.reshape(-1, out_features), base)

@@ -34,7 +34,7 @@ from serving.adapter_store import AdapterStore, StoredAdapter
 from serving.batch import Bucket, Buckets
 from serving.config import EngineConfig
 from serving.engine import Engine
-from serving.programs import FEW_SLOTS
+from serving.programs import decode_programs
 from serving.request import Mix, Request, SamplingParams
 
 TRACED_STEPS = 8
@@ -284,7 +284,7 @@ def make_engine(options: argparse.Namespace, batches: Sequence[int], prefill: tu
     )
     sizes = sorted({*batches, max_num_seqs})
     buckets = Buckets(
-        decode=tuple(Bucket(n, n, max_slots) for n in sizes for max_slots in (0, FEW_SLOTS, None)),
+        decode=tuple(Bucket(n, n, m) for n in sizes for m in decode_programs(n, options.slots)),
         mixed=(Bucket(options.max_num_batched_tokens, max_num_seqs),),
     )
     return Engine(random_model(config, options.dtype), None, store, (), engine_config, buckets=buckets)

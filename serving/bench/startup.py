@@ -74,7 +74,8 @@ def main() -> None:
     options = make_parser().parse_args()
     if options.once:
         sizes = {k: getattr(options, k) for k in ("slots", "max_num_seqs", "max_num_batched_tokens")}
-        print(json.dumps(start_once(SHAPES.get(options.shape, options.shape), **sizes)))
+        shape: str = options.shape
+        print(json.dumps(start_once(SHAPES.get(shape, shape), **sizes)))
         return
     starts = []
     with tempfile.TemporaryDirectory() as folder:

@@ -34,7 +34,6 @@ from dymerge_jax.step_batch import packed_batch, packed_rows
 from pallas_kernels.maf_mvm import ProjectionSlots
 from serving.bench.decode import SHAPES, Workload, current_commit, prefill_workloads, workloads
 from serving.bench.profile import kernel_times
-from serving.programs import FEW_SLOTS
 
 BLOCK_SIZE = 16
 STEPS = 20  # in a row, between two reads of the clock
@@ -157,40 +156,42 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     implementations = Implementations(lora_linear=options.implementation)
     for batch, new_tokens in step_sizes(options):
         sizes = {"batch": batch, "new_tokens": new_tokens}
+        limits = (0, options.max_slots, None) if new_tokens == 1 else (None,)
         context = new_tokens if new_tokens > 1 else options.context
         loop, programs = StepLoop(config, weights, slots, context=context, dtype=options.dtype, **sizes), {}
         for workload in workloads([batch]) if new_tokens == 1 else prefill_workloads(batch):
             tables = loop.tables(packed_mixes(workload, options.slots))
-            max_slots = None
-            if new_tokens == 1:
-                max_slots = next((n for n in (0, FEW_SLOTS) if workload.num_adapters <= n), None)
-            if max_slots not in programs:
-                programs[max_slots] = loop.compile(
-                    structure, tables, max_slots=max_slots, implementations=implementations
+            for max_slots in limits:
+                if max_slots is not None and workload.num_adapters > max_slots:
+                    continue
+                if max_slots not in programs:
+                    programs[max_slots] = loop.compile(
+                        structure, tables, max_slots=max_slots, implementations=implementations
+                    )
+                program = programs[max_slots]
+                loop.run(program, tables, 2)
+                samples = [loop.run(program, tables, STEPS) for _ in range(options.repeats)]
+                ms = [sample[0] for sample in samples]
+                row = {
+                    "workload": workload.name,
+                    **sizes,
+                    "active_adapters": workload.num_adapters,
+                    "max_slots": max_slots,
+                    "step_ms_median": statistics.median(ms),
+                    "step_ms_min": min(ms),
+                    "step_ms_max": max(ms),
+                    "tokens_per_s": batch * new_tokens / statistics.median(ms) * 1e3,
+                    "host_ms_median": statistics.median(sample[1] for sample in samples),
+                }
+                print(
+                    f"{row['workload']:22} {batch:5d} x {new_tokens:4d}, program for {max_slots!s:>4} slots: "
+                    f"{row['step_ms_median']:8.3f} ms a step ({row['step_ms_min']:.3f} to {row['step_ms_max']:.3f}), "
+                    f"{row['tokens_per_s']:.0f} tokens/s, host {row['host_ms_median']:.3f} ms",
+                    flush=True,
                 )
-            program = programs[max_slots]
-            loop.run(program, tables, 2)
-            samples = [loop.run(program, tables, STEPS) for _ in range(options.repeats)]
-            ms = [sample[0] for sample in samples]
-            row = {
-                "workload": workload.name,
-                **sizes,
-                "active_adapters": workload.num_adapters,
-                "step_ms_median": statistics.median(ms),
-                "step_ms_min": min(ms),
-                "step_ms_max": max(ms),
-                "tokens_per_s": batch * new_tokens / statistics.median(ms) * 1e3,
-                "host_ms_median": statistics.median(sample[1] for sample in samples),
-            }
-            print(
-                f"{row['workload']:22} {batch:5d} x {new_tokens:4d} {row['step_ms_median']:8.3f} ms a step "
-                f"({row['step_ms_min']:.3f} to {row['step_ms_max']:.3f}), {row['tokens_per_s']:.0f} tokens/s, "
-                f"host {row['host_ms_median']:.3f} ms",
-                flush=True,
-            )
-            if options.profile:
-                row["kernels"] = print_profile(loop, program, tables)
-            yield row
+                if options.profile:
+                    row["kernels"] = print_profile(loop, program, tables)
+                yield row
 
 
 def step_sizes(options: argparse.Namespace) -> list[tuple[int, int]]:
@@ -211,6 +212,12 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8, help="rank rows of a slot (default: %(default)s)")
     parser.add_argument("--context", type=int, default=256, help="tokens of each row (default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", help="(default: %(default)s)")
+    parser.add_argument(
+        "--max-slots",
+        type=int,
+        default=8,
+        help="beside decode programs for any mixes, time those for none and for so many slots (default: %(default)s)",
+    )
     parser.add_argument("--implementation", help="of lora_linear (default: what the op picks)")
     parser.add_argument("--repeats", type=int, default=5, help=f"of {STEPS} steps (default: %(default)s)")
     parser.add_argument("--profile", action="store_true", help="show the time of each kernel (GPU only)")

@@ -45,10 +45,12 @@ def test_the_decode_benchmark_reports_every_workload(
 def test_the_step_benchmark_reports_every_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "result.json"
     flags = ["--shape", "tiny", "--batches", "2", "--context", "24", "--repeats", "2", "--dtype", "float32"]
+    flags += ["--max-slots", "4"]
     monkeypatch.setattr(sys, "argv", ["step", *flags, "--out", str(out)])
     step.main()
     rows = json.loads(out.read_text())["rows"]
-    assert [row["active_adapters"] for row in rows] == [0, 1, 2, 6]
+    programs = [(row["active_adapters"], row["max_slots"]) for row in rows]
+    assert programs == [(0, 0), (0, 4), (0, None), (1, 4), (1, None), (2, 4), (2, None), (6, None)]
     assert all(0 < row["step_ms_min"] <= row["step_ms_median"] <= row["step_ms_max"] for row in rows)
 
 

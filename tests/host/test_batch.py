@@ -159,7 +159,7 @@ def test_every_plan_within_the_limits_has_a_bucket_and_only_decode_steps_read_as
 
 def test_a_decode_step_takes_the_program_made_for_the_fewest_slots_that_suffice():
     plan = StepPlan((chunk_of(make_request("r")), chunk_of(make_request("s"), row=0)))
-    buckets = make_buckets(4, 64, decode_growth=2, mixed_growth=2, decode_slots=(0, 8, None))
+    buckets = make_buckets(4, 64, decode_growth=2, mixed_growth=2, decode_slots=lambda _: (0, 8, None))
     for num_slots, max_slots in ((0, 0), (1, 8), (8, 8), (9, None), (1000, None)):
         assert buckets.of(plan, num_slots) == Bucket(2, 2, max_slots)
     anything = make_buckets(4, 64, decode_growth=2, mixed_growth=2)

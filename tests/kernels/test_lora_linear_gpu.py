@@ -114,6 +114,7 @@ def test_rows_on_the_base_model_get_the_same_bits_with_and_without_segments(
     weights[:, :, 3:] = 0
     weights[1, :, :3] = 0.5
     few = with_mixes(full, weights)
+    assert few.segments is not None
     few = dataclasses.replace(few, segments=dataclasses.replace(few.segments, max_segments=8))
     y, is_base = run_real(few, group), (weights == 0).all((1, 2))
     assert_same_bits(y[..., is_base, :], base[..., is_base, :])

@@ -195,6 +195,26 @@ def test_the_interpreter_finds_no_race_in_shared_memory(
         launch.clear_cache()
 
 
+@pytest.mark.skipif(is_gpu, reason="needs the interpreter")
+def test_every_fetch_starts_at_a_multiple_of_16_bytes(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one does not, a GPU reports an illegal instruction; the interpreter would let it pass."""
+    task, starts = gpu_callbacks.AsyncCopyGmemToSmemTask, []
+
+    def start(self: Any, tma_thread_id: int, shared_memory: Any) -> None:
+        _, dtype = shared_memory.buffer_shape_and_dtype(self.src_allocation_key)
+        columns = self.src_access.range[-1]
+        starts.append(columns.start * np.dtype(dtype).itemsize)
+
+    monkeypatch.setattr(task, "pre_read", start)
+    weights = np.zeros((7, 1, 12), np.float32)
+    weights[:, 0, [1, 3, 10, 11]] = 1
+    assert_matches_reference(make_linear_case(rng, bfloat16_problem(num_slots=12), weights))
+    assert max(starts) > 16
+    assert not any(start % 16 for start in starts)
+
+
 @pytest.mark.parametrize("has_segments", [False, *slow(True)])
 @pytest.mark.parametrize("is_swiglu", [False, True], ids=["linear", "swiglu"])
 def test_the_op_runs_it_by_name_and_leaves_the_counters_alone(

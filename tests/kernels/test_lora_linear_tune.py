@@ -72,7 +72,7 @@ def assert_can_run(config: KernelConfig, problem: Problem) -> None:
 
 def assert_all_can_run(problem: Problem) -> None:
     """The choices for steps with adapters, with few and without, which must add sums up in the same order."""
-    few = dataclasses.replace(problem, num_rows=min(problem.num_rows, linear_config.FEW_ROWS))
+    few = dataclasses.replace(problem, num_rows=min(problem.num_rows, 64))
     with_adapters, without = pick_config(problem), pick_config(problem, has_adapters=False)
     assert_can_run(with_adapters, problem)
     assert_can_run(without, problem)
@@ -86,7 +86,7 @@ def test_every_picked_configuration_can_run_and_fits_into_shared_memory() -> Non
 
 
 def test_the_rule_can_run_where_nothing_was_measured(tmp_path: Path, read_table_from: Callable[[Path], None]) -> None:
-    (tmp_path / "h200.json").write_text('{"configs": {}, "plain": {}, "few": {}}')
+    (tmp_path / "h200.json").write_text('{"configs": {}, "plain": {}}')
     read_table_from(tmp_path)
     odd = [(48, (16,)), (80, (16, 16)), (1296, (272,)), (11008, (4096,)), (3584, (3584, 512, 512))]
     others = [Problem(tokens, 512, i, widths, False) for i, widths in odd for tokens in (16, 64)]
@@ -146,7 +146,7 @@ def test_the_tuner_writes_a_table_that_pick_config_reads(
 ) -> None:
     out = tmp_path / "h200.json"
     flags = "--shape tiny --group o gate_up --tokens 16 --slots 4 --layers 2 --repeats 1"
-    flags += " --rounds main tail_rows plain few --out"
+    flags += " --rounds main shrink plain --out"
     monkeypatch.setattr(sys, "argv", ["tune", *flags.split(), str(out)])
     tune.main()
     table = json.loads(out.read_text())
@@ -159,17 +159,17 @@ def test_the_tuner_writes_a_table_that_pick_config_reads(
     for problem in problems:
         assert_all_can_run(problem)
         assert dataclasses.asdict(pick_config(problem)) == table["configs"][problem.key]
-        assert set(table["us_per_layer"][problem.key]) == {"base", "one", "three", "plain", "few"}
+        assert set(table["us_per_layer"][problem.key]) == {"base", "one", "three", "plain"}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_the_tuner_measures_no_program_that_is_wrong() -> None:
     case = tune.make_case("tiny", "o", 16, num_slots=4, slot_rank=8, num_layers=2)
-    compiled = tune.compile_case(case, pick_config(case.problem), case.mixes["base"])
+    compiled = tune.compile_case(case, pick_config(case.problem))
     assert tune.score(tune.measure(case, compiled, 1)) < float("inf")
     wrong = dataclasses.replace(case, expected=case.expected + 0.1)
     assert tune.measure(wrong, compiled, 1) is None
-    refused = tune.compile_case(case, dataclasses.replace(pick_config(case.problem), columns=48), case.mixes["base"])
+    refused = tune.compile_case(case, dataclasses.replace(pick_config(case.problem), columns=48))
     assert tune.measure(case, refused, 1) is None
     assert tune.score(None) == float("inf")
