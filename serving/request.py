@@ -144,8 +144,15 @@ class Request:
       num_computed_tokens: leading tokens whose keys and values are written, counting dispatched steps.
       num_in_flight: tokens sampled by dispatched steps and not read yet.
       row: the engine row it owns while RUNNING, in 0..max_num_seqs-1; None otherwise.
-      block_table: the KV blocks it owns while RUNNING, in order of position; empty otherwise.
-      epoch: how often it was admitted; each epoch computes positions 0, 1, … anew. See `Scheduler`.
+      block_table: the KV blocks it owns while RUNNING, in order of position; empty otherwise. The leading ones may
+        have further owners; see `PrefixCache`.
+      num_registered_blocks: leading blocks of the table that others can find; those with further owners among them.
+      block_keys: what `PrefixCache` knows its leading blocks by, as far as that was needed yet.
+      num_cached_tokens: prompt tokens that its first admission found computed.
+      has_overtaken: it was admitted past a claimant, which it must leave its blocks; see `Scheduler`. False unless
+        RUNNING.
+      epoch: how often it was admitted; each epoch computes the positions that it does not find computed, in order.
+        See `Scheduler`.
       first_token_s: when its first output token was read; None before.
       sequence_number: order of arrival in the scheduler; breaks ties of `arrival_s`. Set by `Scheduler.add`.
     """
@@ -163,6 +170,10 @@ class Request:
     num_in_flight: int = 0
     row: int | None = None
     block_table: list[int] = dataclasses.field(default_factory=list)
+    num_registered_blocks: int = 0
+    block_keys: list[bytes] = dataclasses.field(default_factory=list)
+    num_cached_tokens: int = 0
+    has_overtaken: bool = False
     epoch: int = 0
     first_token_s: float | None = None
     sequence_number: int = -1
@@ -257,6 +268,7 @@ class RequestOutput:
       finish_reason: set in the last output of a request.
       num_prompt_tokens: tokens of the prompt.
       num_output_tokens: output tokens so far.
+      num_cached_tokens: prompt tokens that were found computed.
       error: what went wrong, for FinishReason.ERROR.
     """
 
@@ -267,6 +279,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
     error: str | None = None
 
 

@@ -316,19 +316,22 @@ def test_what_the_engine_does_is_counted(engine: Engine) -> None:
         return {name.removeprefix("dymerge_"): float(value) for name, value in lines}
 
     generate(engine, PROMPT, {"a": 1.0, "b": 1.0})
+    engine.forget_prefixes()
     before = counts()
-    for mix in ({}, {"c": 1.0}, {"c": 0.5}):
+    for mix in ({}, {"c": 1.0}, {"c": 1.0}):
         generate(engine, PROMPT, mix, max_tokens=4)
     after = counts()
     rise = {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
     for name, expected in {
         "prompt_tokens_total": 15,
+        "prefix_cache_queries_total": 15,
+        "prefix_cache_hits_total": 4,
         "generated_tokens_total": 12,
         'requests_finished_total{finish_reason="length"}': 3,
         "time_to_first_token_seconds_count": 3,
         "time_per_output_token_seconds_count": 3,
         "step_duration_seconds_count": 12,
-        "step_tokens_total": 24,
+        "step_tokens_total": 20,
         "adapter_loads_total": 1,
         'adapter_requests_total{adapter="c"}': 2,
     }.items():
