@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import math
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from serving.errors import InvalidRequestError
 
@@ -155,6 +155,7 @@ class Request:
         See `Scheduler`.
       first_token_s: when its first output token was read; None before.
       sequence_number: order of arrival in the scheduler; breaks ties of `arrival_s`. Set by `Scheduler.add`.
+      token_limit: most tokens, prompt and output together. Set by `Scheduler.add`.
     """
 
     request_id: str
@@ -177,6 +178,7 @@ class Request:
     epoch: int = 0
     first_token_s: float | None = None
     sequence_number: int = -1
+    token_limit: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -256,9 +258,8 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class RequestOutput:
-    """What is new for one request since its last output.
+class RequestOutput(NamedTuple):
+    """What is new for one request since its last output. A tuple, as it is made for each token.
 
     Attributes:
       request_id: the request.

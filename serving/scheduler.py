@@ -180,6 +180,7 @@ class Scheduler:
             )
         self.check_request(request)
         request.sequence_number = self._num_added
+        request.token_limit = self._token_limit(request)
         self._num_added += 1
         self._requests[request.request_id] = request
         self._wait(request)
@@ -204,7 +205,7 @@ class Scheduler:
 
     def has_reached_limit(self, request: Request) -> bool:
         """True if the known tokens have reached max_tokens or the model's limit: it is to finish with LENGTH."""
-        return request.num_known_tokens >= self._token_limit(request)
+        return len(request.prompt_token_ids) + len(request.output_token_ids) >= request.token_limit
 
     def plan(self, now_s: float) -> StepPlan:
         """Chooses what the next step runs, and hands out rows, blocks and slots for it.
@@ -282,7 +283,7 @@ class Scheduler:
         decodes, prefills = [], []
         for request in self._running:
             num_uncomputed = request.num_uncomputed_tokens
-            if num_uncomputed + request.num_computed_tokens < self._token_limit(request):
+            if num_uncomputed + request.num_computed_tokens < request.token_limit:
                 (decodes if num_uncomputed == 1 else prefills).append(request)
         decodes.sort(key=arrival_order)
         return decodes + prefills
