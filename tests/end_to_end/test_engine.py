@@ -344,7 +344,7 @@ def test_a_decode_program_made_for_few_slots_never_gets_more(monkeypatch: pytest
     split = tiny_model(vocab=257)
     adapters = {name: random_adapter(split.config, rank=8, seed=i) for i, name in enumerate("abc")}  # two slots each
     gated_set = random_gated_set(split.config, "g", "bc", granularity="layer", top_k=1, renormalize=True, seed=3)
-    buckets = make_buckets(4, 16, decode_growth=2, mixed_growth=2, decode_slots=(0, 2, None))
+    buckets = make_buckets(4, 16, decode_sizes=(1, 2), mixed_sizes=(), decode_slots=(0, 2, None))
     engine = make_engine(split, adapters, [gated_set], buckets=buckets)
     made_for = []
     forward = engine._programs.forward
