@@ -8,7 +8,6 @@ would be one of SHA-256.
 
 import array
 import hashlib
-from collections.abc import Sequence
 
 from serving.block_pool import BlockPool
 from serving.request import Request
@@ -38,9 +37,13 @@ class PrefixCache:
 
         That token is computed even if its block is there: the next one is sampled from what it gives.
         """
-        block_ids = []
-        for key in self._keys(request, (request.num_known_tokens - 1) // self.block_pool.block_size):
-            block_id = self.block_pool.find(key)
+        block_ids: list[int] = []
+        keys, most = request.block_keys, (request.num_known_tokens - 1) // self.block_pool.block_size
+        while len(block_ids) < most:
+            i = len(block_ids)
+            if i == len(keys):  # twice as many each time: few for a prompt that nobody has asked before
+                self._extend_keys(request, min(2 * i + 1, most))
+            block_id = self.block_pool.find(keys[i])
             if block_id is None:
                 break
             block_ids.append(block_id)
@@ -49,24 +52,24 @@ class PrefixCache:
     def register(self, request: Request) -> None:
         """Lets every full block of a running request be found, as far as its tokens are computed and known."""
         num_full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_pool.block_size
-        keys = self._keys(request, num_full)
+        self._extend_keys(request, num_full)
         for i in range(request.num_registered_blocks, num_full):
-            self.block_pool.register(request.block_table[i], keys[i])
+            self.block_pool.register(request.block_table[i], request.block_keys[i])
         request.num_registered_blocks = num_full
 
-    def _keys(self, request: Request, num_blocks: int) -> Sequence[bytes]:
-        """Keys of the request's first blocks, whose tokens are known; each is computed once a request."""
+    def _extend_keys(self, request: Request, num_blocks: int) -> None:
+        """Sees to the keys of the request's first blocks, whose tokens are known; each is computed once a request."""
         keys = request.block_keys
-        if len(keys) < num_blocks:
-            block_size = self.block_pool.block_size
-            token_ids = array.array("i", request.token_ids(len(keys) * block_size, num_blocks * block_size))
-            num_bytes = block_size * token_ids.itemsize
-            content = token_ids.tobytes()
-            key = keys[-1] if keys else _mix_key(request)
-            for start in range(0, len(content), num_bytes):
-                key = hashlib.sha256(key + content[start : start + num_bytes]).digest()
-                keys.append(key)
-        return keys[:num_blocks]
+        if len(keys) >= num_blocks:
+            return
+        block_size = self.block_pool.block_size
+        token_ids = array.array("i", request.token_ids(len(keys) * block_size, num_blocks * block_size))
+        num_bytes = block_size * token_ids.itemsize
+        content = token_ids.tobytes()
+        key = keys[-1] if keys else _mix_key(request)
+        for start in range(0, len(content), num_bytes):
+            key = hashlib.sha256(key + content[start : start + num_bytes]).digest()
+            keys.append(key)
 
 
 def _mix_key(request: Request) -> bytes:
