@@ -300,7 +300,12 @@ def test_sizes_at_their_limits_give_the_same_tokens(engine: Engine, sizes: dict[
 def test_256_rows_get_what_each_gets_alone(engine: Engine) -> None:
     adapters = {adapter.name: adapter.weights for adapter in engine.store.adapters}
     buckets = Buckets((Bucket(256, 256),), (Bucket(512, 256),))
-    sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 512, "max_model_len": 48, "num_blocks": 3072}
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 512,
+        "max_model_len": 48,
+        "num_blocks": 3072,
+    }
     many = make_engine(engine.model, adapters, buckets=buckets, **sizes)
     mixes: list[dict[str, float]] = [{}, {"a": 1.0}, {"a": 0.5, "b": -1.0}]
     cases = [([1 + i % 7] * (1 + i % 9), mixes[i % 3]) for i in range(300)]
