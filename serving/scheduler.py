@@ -43,10 +43,10 @@ class Scheduler:
     Preemption. When blocks run out, the running request that arrived last gives up what it owns and waits again, with
     its arrival time, to compute its tokens anew, but for those in blocks that are still there then. Only later arrivals
     are preempted for a request, until there is a block that they alone owned; so the oldest one always advances. A
-    token belongs to its request, not to the blocks that it was computed from: what step k-1
-    sampled for a request that plan k preempts is valid and must be committed. As it is committed before plan k+1,
-    and plan k admits nobody once it has preempted, no request with a token in flight is ever admitted. `Request.epoch`
-    counts admissions, so a chunk's epoch and its request's differ only if this order of calls is broken.
+    token belongs to its request, not to the blocks that it was computed from: what step k-1 sampled for a request that
+    plan k preempts is valid and must be committed. As it is committed before plan k+1, and plan k admits nobody once it
+    has preempted, no request with a token in flight is ever admitted. `Request.epoch` counts admissions, so a chunk's
+    epoch and its request's differ only if this order of calls is broken.
 
     Running requests. Decode rows come first, by arrival, then prefill chunks by admission, each as long as the budget
     allows. A request that cannot get a block and is the last arrival keeps what it has and is left out of the step.
