@@ -290,6 +290,13 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--max-num-batched-tokens", "max_num_batched_tokens", int, "N", "most tokens of one step")
     add("--block-size", "block_size", int, "N", "tokens of a KV block, a power of two")
+    group.add_argument(
+        "--prefix-cache",
+        dest="enable_prefix_cache",
+        action=argparse.BooleanOptionalAction,
+        default=EngineConfig.enable_prefix_cache,
+        help="let a request share the KV blocks of a prompt that began alike with the same mix (default: on)",
+    )
     add("--num-blocks", "num_blocks", int, "N", "KV blocks", "what the device's memory allows")
     group.add_argument(
         "--scheduler",

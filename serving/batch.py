@@ -5,9 +5,10 @@ What changes with every step (tokens, lengths) goes to the device with every ste
 """
 
 import dataclasses
+import itertools
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -59,7 +60,7 @@ class Buckets:
         if plan.is_decode:
             fitting = [b for b in self.decode if b.num_seqs >= plan.num_seqs and num_slots <= _slots_of(b)]
         else:
-            fitting = [b for b in self.mixed if b.num_tokens >= plan.num_tokens]
+            fitting = [b for b in self.mixed if b.num_tokens >= plan.num_tokens and b.num_seqs >= plan.num_seqs]
         return min(fitting, key=lambda b: (b.num_tokens, _slots_of(b)))
 
 
@@ -71,39 +72,31 @@ def make_buckets(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     *,
-    decode_growth: int,
-    mixed_growth: int,
+    decode_sizes: Iterable[int],
+    mixed_sizes: Iterable[int],
     decode_slots: Callable[[int], Sequence[int | None]] = lambda _: (None,),
 ) -> Buckets:
-    """Sizes that grow by a factor, up to the limits.
+    """Buckets of the given sizes, up to the limits.
+
+    A mixed bucket has more tokens than sequences, as one with as many is read as a decode step; so a small one cannot
+    have all rows, and holds as many as the largest decode size below its tokens.
 
     Args:
       max_num_seqs: rows.
       max_num_batched_tokens: token budget of a step.
-      decode_growth, mixed_growth: 2 wastes least; more means fewer programs to compile.
+      decode_sizes, mixed_sizes: ascending, maybe endless; those below the limit are used, and the limit.
       decode_slots: `Bucket.max_slots` that a size of a decode step gets programs for; one of them is None.
     """
-    sizes = _sizes(1, max_num_seqs, decode_growth)
-    # A mixed step has more tokens than rows: one with as many is read as a decode step.
-    top = max(max_num_batched_tokens, max_num_seqs + 1)
-    start = max(64, _power_of_two_above(max_num_seqs))
-    mixed = [t for t in _sizes(min(start, top), top, mixed_growth) if t > max_num_seqs]
+    decode = _up_to(max_num_seqs, decode_sizes)
+    mixed = _up_to(max(max_num_batched_tokens, max_num_seqs + 1), mixed_sizes)
     return Buckets(
-        decode=tuple(Bucket(n, n, max_slots) for n in sizes for max_slots in decode_slots(n)),
-        mixed=tuple(Bucket(t, max_num_seqs) for t in mixed),
+        decode=tuple(Bucket(n, n, max_slots) for n in decode for max_slots in decode_slots(n)),
+        mixed=tuple(Bucket(t, max(n for n in decode if n < t)) for t in mixed if t > decode[0]),
     )
 
 
-def _power_of_two_above(n: int) -> int:
-    return 1 << n.bit_length()
-
-
-def _sizes(first: int, last: int, growth: int) -> list[int]:
-    sizes = []
-    while first < last:
-        sizes.append(first)
-        first *= growth
-    return [*sizes, last]
+def _up_to(last: int, sizes: Iterable[int]) -> list[int]:
+    return [*itertools.takewhile(lambda size: size < last, sizes), last]
 
 
 class RowTables:

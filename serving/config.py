@@ -19,6 +19,8 @@ class EngineConfig:
       max_model_len: most tokens of one request, prompt and output together; None takes the model's own limit.
       block_size: tokens in one KV block, a power of two.
       num_blocks: KV blocks; None takes what the device's memory allows.
+      enable_prefix_cache: let a request share the KV blocks that hold what it begins with, computed before for the
+        same mix.
       max_num_batched_tokens: token budget of one step; at least `max_num_seqs`, so that a step always has room for
         one token of every running request.
       scheduler: admission policy: "lag", "fifo", "random" or "least-first".
@@ -33,6 +35,7 @@ class EngineConfig:
     max_model_len: int | None = None
     block_size: int = 16
     num_blocks: int | None = None
+    enable_prefix_cache: bool = True
     max_num_batched_tokens: int = 512
     scheduler: SchedulerName = "lag"
     theta_s: float = 0.5

@@ -78,6 +78,8 @@ class IncrementalDetokenizer:
 
     def _release(self, text: str) -> str:
         """Adds new text to what is held, and gives out what no stop string can touch any more."""
+        if not self._stop:
+            return text
         text = self._held + text
         found = [(text.find(string) + len(string), text.find(string)) for string in self._stop if string in text]
         if found:

@@ -3,7 +3,8 @@
 The life of a request:
   1. `add_request` checks it and lets it wait in the scheduler.
   2. A plan admits it: it gets a row, KV blocks and pins on its adapters; those not in slots yet are copied there.
-  3. Its prompt runs in prefill chunks, beside the decode rows of other requests.
+     Blocks that hold what its prompt begins with, computed for the same mix, are shared.
+  3. The rest of its prompt runs in prefill chunks, beside the decode rows of other requests.
   4. The step that runs the prompt's last token samples the first output token; from then on it is a decode row. Sampled
      tokens stay on the device, where the next step reads them.
   5. The host reads the tokens of a step while the next one runs, detokenizes them and checks for the end. A step that
@@ -40,6 +41,7 @@ from serving.detokenize import IncrementalDetokenizer
 from serving.metrics import Metrics
 from serving.plan import Load, StepPlan
 from serving.policies import make_policy
+from serving.prefix_cache import PrefixCache
 from serving.programs import Sampler, StepPrograms, pick_buckets, sampler_of
 from serving.request import FinishReason, Request, RequestOutput, TokenLogprob
 from serving.scheduler import Scheduler
@@ -123,10 +125,12 @@ class Engine:
         self._make_cache()
         self._rows = RowTables(config.max_num_seqs, blocks_per_seq, num_slots)
         self.slot_cache = SlotCache(config.adapter_slots)
+        block_pool = BlockPool(self._num_blocks, config.block_size)
         self.scheduler = Scheduler(
             policy=make_policy(config),
-            block_pool=BlockPool(self._num_blocks, config.block_size),
+            block_pool=block_pool,
             slot_cache=self.slot_cache,
+            prefix_cache=PrefixCache(block_pool) if config.enable_prefix_cache else None,
             num_slots_by_adapter=store.num_slots,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -203,6 +207,10 @@ class Engine:
         if request is not None:
             self._forget(request)
 
+    def forget_prefixes(self) -> None:
+        """Lets every later request compute its prompt anew; for measurements of cold prompts."""
+        self.scheduler.block_pool.forget_contents()
+
     @property
     def has_work(self) -> bool:
         """True while a request is not finished or a step's tokens are not read."""
@@ -254,8 +262,9 @@ class Engine:
         start_s = self._clock()
         self._load(plan.loads)
         self._rows.update(plan.chunks, self.slot_cache.lookup, self._gated_set_ids)
-        num_slots = sum(map(self.store.num_slots, plan.adapters))
-        sampled = self._run(plan, self.buckets.of(plan, num_slots), sampler_of(plan))
+        # Those of running requests that the step leaves out are counted too: they are few, and counting is slow.
+        bucket = self.buckets.of(plan, self.slot_cache.num_pinned_slots)
+        sampled = self._run(plan, bucket, sampler_of(plan))
         for array in jax.tree.leaves(sampled):
             array.copy_to_host_async()
         return _InFlight(plan=plan, sampled=sampled, dispatched_s=start_s)
@@ -314,6 +323,7 @@ class Engine:
             finish_reason=finish_reason,
             num_prompt_tokens=request.num_prompt_tokens,
             num_output_tokens=request.num_output_tokens,
+            num_cached_tokens=request.num_cached_tokens,
         )
 
     def _text_and_end(self, request: Request, token_id: int) -> tuple[str, FinishReason | None]:

@@ -56,6 +56,16 @@ class Metrics:
             "dymerge_step_tokens_total", "Tokens run in steps, recomputed ones included.", registry=registry
         )
         self._prompt_tokens = Counter("dymerge_prompt_tokens_total", "Prompt tokens taken in.", registry=registry)
+        self._prefix_queries = Counter(
+            "dymerge_prefix_cache_queries_total",
+            "Prompt tokens of requests that got their first token.",
+            registry=registry,
+        )
+        self._prefix_hits = Counter(
+            "dymerge_prefix_cache_hits_total",
+            "Those of them that were not computed, as their KV blocks were there.",
+            registry=registry,
+        )
         self._generated_tokens = Counter("dymerge_generated_tokens_total", "Output tokens.", registry=registry)
         self._finished = Counter(
             "dymerge_requests_finished_total", "Finished requests.", ["finish_reason"], registry=registry
@@ -84,6 +94,8 @@ class Metrics:
     def observe_ttft(self, request: Request, now_s: float) -> None:
         """The first token of a request went out at `now_s`, on the clock of its arrival."""
         self._ttft.observe(now_s - request.arrival_s)
+        self._prefix_queries.inc(request.num_prompt_tokens)
+        self._prefix_hits.inc(request.num_cached_tokens)
 
     def observe_tokens(self, num_tokens: int) -> None:
         """So many output tokens were read from the device."""

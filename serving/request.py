@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import math
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from serving.errors import InvalidRequestError
 
@@ -144,10 +144,18 @@ class Request:
       num_computed_tokens: leading tokens whose keys and values are written, counting dispatched steps.
       num_in_flight: tokens sampled by dispatched steps and not read yet.
       row: the engine row it owns while RUNNING, in 0..max_num_seqs-1; None otherwise.
-      block_table: the KV blocks it owns while RUNNING, in order of position; empty otherwise.
-      epoch: how often it was admitted; each epoch computes positions 0, 1, … anew. See `Scheduler`.
+      block_table: the KV blocks it owns while RUNNING, in order of position; empty otherwise. The leading ones may
+        have further owners; see `PrefixCache`.
+      num_registered_blocks: leading blocks of the table that others can find; those with further owners among them.
+      block_keys: what `PrefixCache` knows its leading blocks by, as far as that was needed yet.
+      num_cached_tokens: prompt tokens that its first admission found computed.
+      has_overtaken: it was admitted past a claimant, which it must leave its blocks; see `Scheduler`. False unless
+        RUNNING.
+      epoch: how often it was admitted; each epoch computes the positions that it does not find computed, in order.
+        See `Scheduler`.
       first_token_s: when its first output token was read; None before.
       sequence_number: order of arrival in the scheduler; breaks ties of `arrival_s`. Set by `Scheduler.add`.
+      token_limit: most tokens, prompt and output together. Set by `Scheduler.add`.
     """
 
     request_id: str
@@ -163,9 +171,14 @@ class Request:
     num_in_flight: int = 0
     row: int | None = None
     block_table: list[int] = dataclasses.field(default_factory=list)
+    num_registered_blocks: int = 0
+    block_keys: list[bytes] = dataclasses.field(default_factory=list)
+    num_cached_tokens: int = 0
+    has_overtaken: bool = False
     epoch: int = 0
     first_token_s: float | None = None
     sequence_number: int = -1
+    token_limit: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -245,9 +258,8 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class RequestOutput:
-    """What is new for one request since its last output.
+class RequestOutput(NamedTuple):
+    """What is new for one request since its last output. A tuple, as it is made for each token.
 
     Attributes:
       request_id: the request.
@@ -257,6 +269,7 @@ class RequestOutput:
       finish_reason: set in the last output of a request.
       num_prompt_tokens: tokens of the prompt.
       num_output_tokens: output tokens so far.
+      num_cached_tokens: prompt tokens that were found computed.
       error: what went wrong, for FinishReason.ERROR.
     """
 
@@ -267,6 +280,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
     error: str | None = None
 
 

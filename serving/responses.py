@@ -24,11 +24,12 @@ def error_content(error: ServingError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
-def usage(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]:
+def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
 
 
@@ -51,6 +52,7 @@ def merge(outputs: Iterable[RequestOutput]) -> RequestOutput:
         finish_reason=parts[-1].finish_reason,
         num_prompt_tokens=parts[-1].num_prompt_tokens,
         num_output_tokens=parts[-1].num_output_tokens,
+        num_cached_tokens=parts[-1].num_cached_tokens,
     )
 
 

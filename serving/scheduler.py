@@ -16,6 +16,7 @@ from serving.block_pool import BlockPool
 from serving.errors import InvalidRequestError
 from serving.plan import Chunk, Load, StepPlan
 from serving.policies import Policy, WhenBlocked
+from serving.prefix_cache import PrefixCache
 from serving.request import FinishReason, Phase, Request
 from serving.slot_cache import SlotCache
 from serving.waiting_queue import CountOutside, Needs, WaitingQueue, WaitingRequests, arrival_order
@@ -34,12 +35,18 @@ class Scheduler:
     `plan`) until it finishes or is preempted. Then all of it is released at once, even if a dispatched step still uses
     it: the device runs steps in order, so the next owner's step comes after.
 
+    Shared blocks. At its admission a request becomes one more owner of the blocks that hold what it begins with, if
+    there are any (`PrefixCache`), and goes on after them. Blocks can be found once they are full, their step is
+    dispatched and the host knows their tokens; a failed step makes all of them unknown. A block is free for others
+    when its last owner has released it.
+
     Preemption. When blocks run out, the running request that arrived last gives up what it owns and waits again, with
-    its arrival time, to compute all its tokens anew. Only later arrivals are preempted for a request, so the oldest
-    one always advances. A token belongs to its request, not to the blocks that it was computed from: what step k-1
-    sampled for a request that plan k preempts is valid and must be committed. As it is committed before plan k+1,
-    and plan k admits nobody once it has preempted, no request with a token in flight is ever admitted. `Request.epoch`
-    counts admissions, so a chunk's epoch and its request's differ only if this order of calls is broken.
+    its arrival time, to compute its tokens anew, but for those in blocks that are still there then. Only later arrivals
+    are preempted for a request, until there is a block that they alone owned; so the oldest one always advances. A
+    token belongs to its request, not to the blocks that it was computed from: what step k-1 sampled for a request that
+    plan k preempts is valid and must be committed. As it is committed before plan k+1, and plan k admits nobody once it
+    has preempted, no request with a token in flight is ever admitted. `Request.epoch` counts admissions, so a chunk's
+    epoch and its request's differ only if this order of calls is broken.
 
     Running requests. Decode rows come first, by arrival, then prefill chunks by admission, each as long as the budget
     allows. A request that cannot get a block and is the last arrival keeps what it has and is left out of the step.
@@ -48,14 +55,18 @@ class Scheduler:
     Admission. A request needs a row, slots for all its adapters at once, at least one token of budget, and blocks.
     Blocks are allocated chunk by chunk, but a request is admitted only if the pool can hold all its known tokens and
     one block more, beside what is promised in the same way to each running one: so admitting does not lead to
-    preempting at once.
+    preempting at once. Blocks that it shares with running requests need no room of their own; those that it finds
+    without an owner do, as they are free until then. What it shares is looked up only once the policy has chosen it
+    and its slots are free: among thousands of waiting requests (`_Fitting`), each is taken to share nothing.
 
     Room that is claimed. While a request for which the policy says CLAIM is waiting for slots (for lack of anything
     else nobody fits: all requests need rows, blocks and budget), its room is: one row; blocks for its tokens and one
     more; and every slot that is unpinned now or later, until it has enough. A request behind it is admitted only if
     all its adapters are among the claimant's own (a base request has none); it fits, at its greatest length, into the
-    blocks beyond the claim, and a row is left; and its prompt ends within this step, so that from the next step on it
-    takes one token of budget, and `max_num_batched_tokens >= max_num_seqs` keeps one for each row.
+    blocks beyond the claim, all of which are promised to it while it runs, and a row is left; and its prompt ends
+    within this step, so that from the next step on it takes one token of budget, and
+    `max_num_batched_tokens >= max_num_seqs` keeps one for each row. So each admission leaves the claim whole. Blocks
+    that a request takes beyond its promise later on are its own alone, and come back when it ends.
     """
 
     def __init__(
@@ -64,6 +75,7 @@ class Scheduler:
         policy: Policy,
         block_pool: BlockPool,
         slot_cache: SlotCache,
+        prefix_cache: PrefixCache | None = None,
         num_slots_by_adapter: Callable[[str], int],
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -74,6 +86,7 @@ class Scheduler:
         Args:
           policy: order of admission.
           block_pool, slot_cache: used by this scheduler only.
+          prefix_cache: over that block pool; None lets no request share blocks.
           num_slots_by_adapter: slots that an adapter needs.
           max_num_seqs: engine rows.
           max_num_batched_tokens: token budget of a step, at least max_num_seqs.
@@ -86,6 +99,7 @@ class Scheduler:
         self.policy = policy
         self.block_pool = block_pool
         self.slot_cache = slot_cache
+        self.prefix_cache = prefix_cache
         self.num_slots_by_adapter = num_slots_by_adapter
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -166,6 +180,7 @@ class Scheduler:
             )
         self.check_request(request)
         request.sequence_number = self._num_added
+        request.token_limit = self._token_limit(request)
         self._num_added += 1
         self._requests[request.request_id] = request
         self._wait(request)
@@ -190,7 +205,7 @@ class Scheduler:
 
     def has_reached_limit(self, request: Request) -> bool:
         """True if the known tokens have reached max_tokens or the model's limit: it is to finish with LENGTH."""
-        return request.num_known_tokens >= self._token_limit(request)
+        return len(request.prompt_token_ids) + len(request.output_token_ids) >= request.token_limit
 
     def plan(self, now_s: float) -> StepPlan:
         """Chooses what the next step runs, and hands out rows, blocks and slots for it.
@@ -211,23 +226,28 @@ class Scheduler:
 
     def on_dispatched(self, plan: StepPlan) -> None:
         """Takes note that the device will run `plan`: its tokens count as computed, its samples are in flight."""
+        prefix_cache, block_size = self.prefix_cache, self.block_pool.block_size
         for chunk in plan.chunks:
             request = chunk.request
             assert request.epoch == chunk.epoch, f"{request} changed between plan and dispatch"
             assert request.num_computed_tokens == chunk.start, f"{request} does not go on at {chunk.start}"
-            request.num_computed_tokens += chunk.num_tokens
+            num_computed = request.num_computed_tokens = chunk.start + chunk.num_tokens
             request.num_in_flight += chunk.samples
+            if prefix_cache is not None and num_computed >= (request.num_registered_blocks + 1) * block_size:
+                prefix_cache.register(request)
 
     def fail(self, plan: StepPlan) -> list[Request]:
         """Takes back a plan whose step failed, the KV blocks and the tokens in flight being lost with it.
 
         Returns:
           The requests that end with reason ERROR: all that run, and those that wait with a token in flight. The
-          adapters that the plan was to load are not resident; the other waiting requests wait on.
+          adapters that the plan was to load are not resident, and no block holds anything; the other waiting requests
+          wait on.
         """
         lost = [*self._running, *(request for request in self.waiting if request.num_in_flight > 0)]
         for request in lost:
             self.finish(request, FinishReason.ERROR)
+        self.block_pool.forget_contents()
         for load in plan.loads:
             if load.adapter_id in self.slot_cache.resident:
                 self.slot_cache.remove(load.adapter_id)
@@ -240,15 +260,18 @@ class Scheduler:
         self._waiting.check_integrity()
         rows = [-1 if request.row is None else request.row for request in self._running]
         assert sorted([*rows, *self._free_rows]) == list(range(self.max_num_seqs)), f"rows {rows}"
-        block_ids = [block_id for request in self._running for block_id in request.block_table]
-        assert len(set(block_ids)) == len(block_ids), "a block is in two block tables"
-        assert len(block_ids) + self.block_pool.num_free == self.block_pool.num_blocks, "blocks are lost"
+        num_owners = Counter(block_id for request in self._running for block_id in request.block_table)
+        assert len(num_owners) + self.block_pool.num_free == self.block_pool.num_blocks, "blocks are lost"
+        for block_id, count in num_owners.items():
+            assert self.block_pool.num_owners(block_id) == count, f"block {block_id} is in {count} block tables"
         pins = Counter(adapter_id for request in self._running for adapter_id in request.adapters)
         assert pins == self.slot_cache.num_pins, f"running requests use {pins}, pinned {self.slot_cache.num_pins}"
         for request in self._running:
             assert request.phase is Phase.RUNNING, f"{request} is listed as running"
             num_covered = len(request.block_table) * self.block_pool.block_size
             assert request.num_computed_tokens <= num_covered, f"{request} has blocks for {num_covered} tokens"
+            own = request.block_table[request.num_registered_blocks :]
+            assert all(num_owners[block_id] == 1 for block_id in own), f"{request} shares a block that it is to write"
         for request in self.waiting:
             assert request.phase is Phase.WAITING, f"{request} is listed as waiting"
             assert request.row is None, f"{request} waits with a row"
@@ -260,7 +283,7 @@ class Scheduler:
         decodes, prefills = [], []
         for request in self._running:
             num_uncomputed = request.num_uncomputed_tokens
-            if num_uncomputed + request.num_computed_tokens < self._token_limit(request):
+            if num_uncomputed + request.num_computed_tokens < request.token_limit:
                 (decodes if num_uncomputed == 1 else prefills).append(request)
         decodes.sort(key=arrival_order)
         return decodes + prefills
@@ -336,38 +359,43 @@ class Scheduler:
             request = next(order, None)
             if request is None:
                 return
-            num_blocks = self._promised_blocks(request)
-            if self._fits(request, room, draft.budget):
+            shared = self._shared_if_it_fits(request, room, draft.budget)
+            if shared is not None:
                 admitted.append(request)
-                self._start(request, draft)
-                room.take(num_blocks)
+                request.has_overtaken = room.claimed_by is not None
+                room.take(self._promised_blocks(request) - self.block_pool.count_owned(shared))
+                self._start(request, shared, draft)
                 continue
             match self.policy.when_blocked(request, now_s):
                 case WhenBlocked.STOP:
                     return
                 case WhenBlocked.CLAIM:
-                    room.take(num_blocks)
+                    room.take(self._promised_blocks(request))
                     room.claim_slots(request.adapters)
                 case WhenBlocked.PASS:
                     pass
 
-    def _fits(self, request: Request, room: "_Room", budget: int) -> bool:
-        """True if the request can be admitted without taking what is promised or claimed; see the class.
+    def _shared_if_it_fits(self, request: Request, room: "_Room", budget: int) -> list[int] | None:
+        """The blocks that the request finds computed, if it can be admitted; None if not. See the class.
 
-        `_Fitting` says the same of all waiting requests at once.
+        `_Fitting` says the same of all waiting requests at once, as if they found none.
         """
         if not self.slot_cache.can_hold(self._num_slots(request)):
-            return False
-        if room.claimed_by is None:
-            return self._promised_blocks(request) <= room.num_blocks
-        return (
-            room.claimed_by.issuperset(request.adapters)
-            and self._most_blocks(request) <= room.num_blocks
-            and request.num_uncomputed_tokens <= budget
-        )
+            return None
+        if room.claimed_by is not None and not room.claimed_by.issuperset(request.adapters):
+            return None
+        shared = self._find_computed(request)
+        num_blocks = self._promised_blocks(request) if room.claimed_by is None else self._most_blocks(request)
+        if num_blocks - self.block_pool.count_owned(shared) > room.num_blocks:
+            return None
+        num_tokens = request.num_uncomputed_tokens - len(shared) * self.block_pool.block_size
+        return shared if room.claimed_by is None or num_tokens <= budget else None
 
-    def _start(self, request: Request, draft: "_Draft") -> None:
-        """Gives a waiting request its row and pins, and plans its first chunk."""
+    def _find_computed(self, request: Request) -> list[int]:
+        return [] if self.prefix_cache is None else self.prefix_cache.find(request)
+
+    def _start(self, request: Request, shared: list[int], draft: "_Draft") -> None:
+        """Gives a waiting request its row, pins and the blocks that it shares, and plans its first chunk."""
         assert request.num_in_flight == 0, f"{request} is admitted before its tokens in flight were committed"
         missing = [adapter_id for adapter_id in request.adapters if adapter_id not in self.slot_cache.resident]
         for adapter_id in request.adapters:
@@ -378,6 +406,12 @@ class Scheduler:
             assert load is not None, f"no slots for adapter {adapter_id!r} of {request}"
             self.slot_cache.pin(adapter_id)
             draft.loads.append(load)
+        self.block_pool.share(shared)  # before any of them is handed out as free
+        request.block_table = shared
+        request.num_registered_blocks = len(shared)
+        request.num_computed_tokens = len(shared) * self.block_pool.block_size
+        if request.epoch == 0:
+            request.num_cached_tokens = request.num_computed_tokens
         request.row = heapq.heappop(self._free_rows)
         request.phase = Phase.RUNNING
         request.epoch += 1
@@ -390,8 +424,12 @@ class Scheduler:
         self._running.remove(request)
         heapq.heappush(self._free_rows, request.row)
         request.row = None
+        if self.prefix_cache is not None:
+            self.prefix_cache.register(request)  # what has become known since its last step was dispatched
         self.block_pool.release(request.block_table)
         request.block_table = []
+        request.num_registered_blocks = 0
+        request.has_overtaken = False
         for adapter_id in request.adapters:
             self.slot_cache.unpin(adapter_id)
 
@@ -409,8 +447,10 @@ class Scheduler:
         return self.block_pool.blocks_for(self._token_limit(request) - 1)
 
     def _promised_blocks(self, request: Request) -> int:
-        """Blocks still to come for its known tokens and one block more, within its greatest length."""
-        wanted = min(self.block_pool.blocks_for(request.num_total_tokens) + 1, self._most_blocks(request))
+        """Blocks still to come for its known tokens and one block more, or for its greatest length; see the class."""
+        wanted = self._most_blocks(request)
+        if not request.has_overtaken:
+            wanted = min(wanted, self.block_pool.blocks_for(request.num_total_tokens) + 1)
         return max(0, wanted - len(request.block_table))
 
     def _num_slots(self, request: Request) -> dict[str, int]:
@@ -460,7 +500,7 @@ class _Room:
 
 
 class _Fitting:
-    """Which waiting requests can be admitted, as `Scheduler._fits` says it of one.
+    """Which waiting requests can be admitted, as `Scheduler._shared_if_it_fits` says it of one that shares no blocks.
 
     In the course of a step, rows, blocks, budget and unpinned slots only decrease and claims only grow: who does not
     fit now does not fit later in the step. Adapters pinned by an admission save the same slots for those who use them

@@ -40,6 +40,7 @@ class Job:
       requests: for the engine.
       shapes: how its answer looks.
       num_prompt_tokens: of all prompts, each counted once.
+      num_choices: of each prompt; those of one prompt stand side by side.
       is_stream: answer by server-sent events.
       includes_usage: end a stream with the token counts.
     """
@@ -47,6 +48,7 @@ class Job:
     requests: list[Request]
     shapes: AnswerFormat
     num_prompt_tokens: int
+    num_choices: int
     is_stream: bool
     includes_usage: bool
 
@@ -90,12 +92,13 @@ class OpenAIService:
         num_output_tokens = sum(a.num_output_tokens for a in answers)
         log_end(job, num_output_tokens)
         content = job.shapes.envelope([job.shapes.choice(i, a) for i, a in enumerate(answers)], is_chunk=False)
-        return content | {"usage": usage(job.num_prompt_tokens, num_output_tokens)}
+        num_cached_tokens = sum(a.num_cached_tokens for a in answers[:: job.num_choices])
+        return content | {"usage": usage(job.num_prompt_tokens, num_output_tokens, num_cached_tokens)}
 
     async def events(self, job: Job, generation: Generation) -> AsyncIterator[bytes]:
         """The stream of a job that the engine has accepted."""
         indices = {r.request_id: i for i, r in enumerate(job.requests)}
-        num_output_tokens = dict.fromkeys(indices, 0)
+        num_output_tokens, num_cached_tokens = dict.fromkeys(indices, 0), dict.fromkeys(indices, 0)
         for index in indices.values():
             if (opening := job.shapes.opening(index)) is not None:
                 yield self._chunk(job, opening)
@@ -103,6 +106,7 @@ class OpenAIService:
             async for output in generation:
                 raise_if_failed(output)
                 num_output_tokens[output.request_id] = output.num_output_tokens
+                num_cached_tokens[output.request_id] = output.num_cached_tokens
                 if output.text or output.logprobs or output.finish_reason:
                     yield self._chunk(job, job.shapes.delta(indices[output.request_id], output))
         except ServingError as error:
@@ -110,7 +114,8 @@ class OpenAIService:
         else:
             log_end(job, sum(num_output_tokens.values()))
             if job.includes_usage:
-                counts = usage(job.num_prompt_tokens, sum(num_output_tokens.values()))
+                cached = sum(list(num_cached_tokens.values())[:: job.num_choices])
+                counts = usage(job.num_prompt_tokens, sum(num_output_tokens.values()), cached)
                 yield event(job.shapes.envelope([], is_chunk=True) | {"usage": counts})
         yield DONE_EVENT
 
@@ -174,7 +179,8 @@ class OpenAIService:
     def _job(
         self, fields: GenerationFields, requests: list[Request], shapes: AnswerFormat, prompts: list[list[int]]
     ) -> Job:
-        return Job(requests, shapes, sum(map(len, prompts)), bool(fields.stream), fields.includes_usage)
+        num_prompt_tokens, num_choices = sum(map(len, prompts)), len(requests) // len(prompts)
+        return Job(requests, shapes, num_prompt_tokens, num_choices, bool(fields.stream), fields.includes_usage)
 
 
 def sampling_params(fields: CompletionRequest | ChatRequest, max_tokens: int, choice: int) -> SamplingParams:

@@ -54,6 +54,11 @@ class SlotCache:
         return self._num_evictable_slots
 
     @property
+    def num_pinned_slots(self) -> int:
+        """Slots of resident adapters with a pin."""
+        return self.num_slots - len(self._free) - self._num_evictable_slots
+
+    @property
     def num_pins(self) -> Mapping[str, int]:
         """Pins of each pinned adapter."""
         return dict(self._num_pins)

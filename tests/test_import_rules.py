@@ -18,7 +18,17 @@ GPU_BACKENDS = (
 )
 JAX_FREE = tuple(
     f"serving.{name}"
-    for name in ("request", "block_pool", "slot_cache", "scheduler", "plan", "metrics", "errors", "config")
+    for name in (
+        "request",
+        "block_pool",
+        "prefix_cache",
+        "slot_cache",
+        "scheduler",
+        "plan",
+        "metrics",
+        "errors",
+        "config",
+    )
 )
 
 

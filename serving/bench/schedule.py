@@ -3,7 +3,7 @@
     python -m serving.bench.schedule --out result.json
 
 There is no model: steps are planned, dispatched to nobody, and their tokens made up. Each situation keeps the given
-number of requests waiting, with mixes of 1 to 3 adapters by Zipf's law:
+number of requests waiting, with mixes of 1 to 3 adapters by Zipf's law, and prompts that have nothing in common:
 
   cold       nothing runs and nothing is resident: one plan fills the rows, as far as the budget goes
   steady     two requests end in each step, so two or more are admitted, with loads and evictions
@@ -35,6 +35,7 @@ import numpy as np
 from serving.block_pool import BlockPool
 from serving.plan import StepPlan
 from serving.policies import Fifo, Lag, LeastFirst, Policy, Random
+from serving.prefix_cache import PrefixCache
 from serving.request import FinishReason, Mix, Request, SamplingParams
 from serving.scheduler import Scheduler
 from serving.slot_cache import SlotCache
@@ -99,7 +100,7 @@ class Workload:
         self._num_made += 1
         return Request(
             request_id=f"r{self._num_made}",
-            prompt_token_ids=[0] * num_prompt,
+            prompt_token_ids=self._rng.integers(0, 128_000, num_prompt).tolist(),
             sampling=SamplingParams(max_tokens=max_tokens + 8),
             mix=Mix(tuple((adapter_id, 1.0) for adapter_id in adapters)),
             adapters=tuple(adapters),
@@ -112,10 +113,12 @@ class PlanTimer:
 
     def __init__(self, situation: Situation, policy: str, workload: Workload, options: argparse.Namespace) -> None:
         self.situation = situation
+        block_pool = BlockPool(situation.num_blocks, _BLOCK_SIZE)
         self.scheduler = Scheduler(
             policy=_make_policy(policy, theta_s=_SPAN_S * (1 - situation.overdue) if situation.overdue else _NEVER_S),
-            block_pool=BlockPool(situation.num_blocks, _BLOCK_SIZE),
+            block_pool=block_pool,
             slot_cache=SlotCache(options.slots),
+            prefix_cache=PrefixCache(block_pool),
             num_slots_by_adapter=lambda adapter_id: 1,
             max_num_seqs=situation.num_rows,
             max_num_batched_tokens=options.max_num_batched_tokens,

@@ -12,9 +12,9 @@ from dymerge_jax.kv_cache import KVCache
 from dymerge_jax.lora import SlotArray
 from dymerge_jax.step import StepTables
 from dymerge_jax.step_batch import PackedBatch
-from serving.batch import Bucket, make_buckets
+from serving.batch import Bucket, Buckets, make_buckets
 from serving.engine import Engine
-from serving.request import FinishReason
+from serving.request import FinishReason, RequestOutput
 from tests.support.engines import generate, make_engine, make_request, make_tight_engine, run_to_end, token_ids
 from tests.support.tiny_checkpoints import write_tokenizer
 from tests.support.tiny_models import random_adapter, random_gated_set, tiny_model
@@ -296,6 +296,37 @@ def test_sizes_at_their_limits_give_the_same_tokens(engine: Engine, sizes: dict[
         assert token_ids(outputs[f"r{i}"]) == generate(engine, prompt, mix, max_tokens=20), (prompt, mix)
 
 
+@pytest.mark.slow
+def test_256_rows_get_what_each_gets_alone(engine: Engine) -> None:
+    adapters = {adapter.name: adapter.weights for adapter in engine.store.adapters}
+    buckets = Buckets((Bucket(256, 256),), (Bucket(512, 256),))
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 512,
+        "max_model_len": 48,
+        "num_blocks": 3072,
+    }
+    many = make_engine(engine.model, adapters, buckets=buckets, **sizes)
+    mixes: list[dict[str, float]] = [{}, {"a": 1.0}, {"a": 0.5, "b": -1.0}]
+    cases = [([1 + i % 7] * (1 + i % 9), mixes[i % 3]) for i in range(300)]
+    for i, (prompt, mix) in enumerate(cases):
+        many.add_request(make_request(many, str(i), prompt, mix, max_tokens=24))
+    outputs: dict[str, list[RequestOutput]] = {}
+    most_running = 0
+    while many.has_work:
+        for output in many.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        most_running = max(most_running, many.scheduler.num_running)
+    many.check_integrity()
+    assert most_running == 256
+    alone = {}
+    for i, (prompt, mix) in enumerate(cases):
+        key = (len(prompt), prompt[0], str(mix))
+        if key not in alone:
+            alone[key] = generate(engine, prompt, mix, max_tokens=24)
+        assert token_ids(outputs[str(i)]) == alone[key], (prompt, mix)
+
+
 def test_log_probabilities_in_a_batch_are_those_of_a_request_alone(engine: Engine) -> None:
     mixes: list[dict[str, float]] = [{}, {"a": 1.0}, {"a": 0.5, "b": -1.0}]
 
@@ -316,19 +347,22 @@ def test_what_the_engine_does_is_counted(engine: Engine) -> None:
         return {name.removeprefix("dymerge_"): float(value) for name, value in lines}
 
     generate(engine, PROMPT, {"a": 1.0, "b": 1.0})
+    engine.forget_prefixes()
     before = counts()
-    for mix in ({}, {"c": 1.0}, {"c": 0.5}):
+    for mix in ({}, {"c": 1.0}, {"c": 1.0}):
         generate(engine, PROMPT, mix, max_tokens=4)
     after = counts()
     rise = {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
     for name, expected in {
         "prompt_tokens_total": 15,
+        "prefix_cache_queries_total": 15,
+        "prefix_cache_hits_total": 4,
         "generated_tokens_total": 12,
         'requests_finished_total{finish_reason="length"}': 3,
         "time_to_first_token_seconds_count": 3,
         "time_per_output_token_seconds_count": 3,
         "step_duration_seconds_count": 12,
-        "step_tokens_total": 24,
+        "step_tokens_total": 20,
         "adapter_loads_total": 1,
         'adapter_requests_total{adapter="c"}': 2,
     }.items():
@@ -341,7 +375,7 @@ def test_a_decode_program_made_for_few_slots_never_gets_more(monkeypatch: pytest
     split = tiny_model(vocab=257)
     adapters = {name: random_adapter(split.config, rank=8, seed=i) for i, name in enumerate("abc")}  # two slots each
     gated_set = random_gated_set(split.config, "g", "bc", granularity="layer", top_k=1, renormalize=True, seed=3)
-    buckets = make_buckets(4, 16, decode_growth=2, mixed_growth=2, decode_slots=lambda _: (0, 2, None))
+    buckets = make_buckets(4, 16, decode_sizes=(1, 2), mixed_sizes=(), decode_slots=lambda _: (0, 2, None))
     engine = make_engine(split, adapters, [gated_set], buckets=buckets)
     made_for = []
     forward = engine._programs.forward

@@ -141,10 +141,14 @@ def test_law_3_a_mix_is_the_exact_sum_of_deltas_for_ranks_and_projections_of_eve
 # Law 4
 
 MIXES = [{}, {"a": 1.0}, {"b": 0.7}, {"a": 0.5, "c": -1.0}, {"d": 0.8}, {"a": 0.3, "b": 0.4}, "gated"]
+COMMON = [(11 * i) % 128 for i in range(16)]
 request_lists = st.lists(
     st.tuples(
         st.integers(0, len(MIXES) - 1),
-        st.lists(st.integers(0, 127), min_size=1, max_size=22),
+        # The first tokens are often those of another request, whose blocks are shared then.
+        st.builds(
+            lambda n, rest: COMMON[:n] + rest, st.integers(0, 16), st.lists(st.integers(0, 127), min_size=1, max_size=6)
+        ),
         st.integers(1, 12),
         st.integers(0, 6),  # steps before it arrives
     ),
@@ -168,12 +172,13 @@ def test_law_4_a_batch_gives_each_request_the_tokens_it_gets_alone(engine: Engin
         step += 1
     engine.check_integrity()
     for i, (mix, prompt, max_tokens, _) in enumerate(requests):
+        engine.forget_prefixes()
         assert token_ids(outputs[f"r{i}"]) == generate(engine, prompt, MIXES[mix], max_tokens=max_tokens), (
             f"request {i}"
         )
 
 
-def test_law_4_the_engine_of_the_test_preempts_and_evicts(engine: Engine) -> None:
+def test_law_4_the_engine_of_the_test_preempts_evicts_and_shares(engine: Engine) -> None:
     """Otherwise the test above would not cover them."""
     preemptions = engine.scheduler.num_preemptions
     for i in range(4):
@@ -181,6 +186,10 @@ def test_law_4_the_engine_of_the_test_preempts_and_evicts(engine: Engine) -> Non
     run_to_end(engine)
     assert engine.scheduler.num_preemptions > preemptions
     assert not engine.slot_cache.resident >= set(RANKS)
+    generate(engine, COMMON, {})
+    engine.add_request(request := make_request(engine, "shares", COMMON, {}))
+    run_to_end(engine)
+    assert request.num_cached_tokens == 12
 
 
 def test_law_4_chunked_prefill_equals_one_prefill(engine: Engine, whole_engine: Engine) -> None:
@@ -193,6 +202,7 @@ def test_law_4_the_same_batch_twice_is_bit_equal(engine: Engine) -> None:
     def run() -> list:
         for name in tuple(engine.slot_cache.resident):  # the same batch has its adapters in the same slots
             engine.slot_cache.remove(name)
+        engine.forget_prefixes()  # and computes its prompts in the same chunks
         for i, mix in enumerate(MIXES):
             request = make_request(engine, f"r{i}", PROMPTS[i % 2], mix, logprobs=5, temperature=0.8, seed=i)
             engine.add_request(request)
@@ -206,6 +216,7 @@ def test_law_4_one_mix_gives_the_same_bits_whatever_ran_between(engine: Engine) 
     """Case B12: nothing is merged, so nothing adds up."""
 
     def base() -> list:
+        engine.forget_prefixes()  # a prompt in other chunks is rounded otherwise
         engine.add_request(make_request(engine, "base", PROMPTS[0], {}, logprobs=20))
         return [o.logprobs for o in run_to_end(engine)["base"]]
 
@@ -231,18 +242,27 @@ def test_law_5_no_request_sees_the_cache_of_another_mix(whole_engine: Engine) ->
 
 def make_cold(engine: Engine) -> Engine:
     """The same engine with its KV cache wiped by NaN: whatever is read before it is written shows."""
+    engine.forget_prefixes()
     engine._cache = jax.tree.map(lambda kv: kv * float("nan"), engine._cache)
     return engine
 
 
-def test_law_5_running_requests_own_their_blocks_alone(engine: Engine) -> None:
+def test_law_5_running_requests_share_blocks_of_one_mix_only_and_write_none_of_them(engine: Engine) -> None:
+    num_shared = 0
     for i in range(4):
-        engine.add_request(make_request(engine, f"r{i}", PROMPTS[0], {}, max_tokens=4))
+        engine.add_request(make_request(engine, f"r{i}", PROMPTS[0], MIXES[i % 2], max_tokens=4))
     while engine.has_work:
         engine.step()
-        blocks = [b for r in engine.scheduler.running for b in r.block_table]
-        assert len(blocks) == len(set(blocks))
+        users: dict[int, list] = {}
+        for request in engine.scheduler.running:
+            for i, block_id in enumerate(request.block_table):
+                is_full = (i + 1) * 4 <= request.num_computed_tokens
+                users.setdefault(block_id, []).append((request.mix, is_full))
+        shared = [users for users in users.values() if len(users) > 1]
+        num_shared += len(shared)
+        assert all(is_full and mix == users[0][0] for users in shared for mix, is_full in users)
         engine.check_integrity()
+    assert num_shared > 0
 
 
 # Law 6

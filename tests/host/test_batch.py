@@ -1,5 +1,8 @@
 """From a plan to a step's arrays, and what belongs to an engine row on the device."""
 
+import itertools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ from dymerge_jax.sampling import SampleTargets
 from dymerge_jax.step_batch import StepBatch, unpack_batch, unpack_rows
 from serving.batch import Bucket, RowTables, build_batch, make_buckets
 from serving.plan import Chunk, StepPlan
+from serving.programs import pick_buckets
 from serving.request import Request, SamplingParams
 from tests.support.host import make_request
 
@@ -143,24 +147,58 @@ def test_slots_are_looked_up_only_when_a_row_gets_a_new_owner():
     assert tables.rows is uploaded
 
 
-@pytest.mark.parametrize(("decode_growth", "mixed_growth"), [(2, 4), (4, 2)])
-def test_every_plan_within_the_limits_has_a_bucket_and_only_decode_steps_read_as_such(decode_growth, mixed_growth):
-    for max_num_seqs in (1, 2, 3, 5, 32, 63, 64, 65, 300):
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_every_plan_within_the_limits_has_a_bucket_and_only_decode_steps_read_as_such(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    for max_num_seqs in (1, 2, 3, 5, 32, 63, 64, 65, 256, 300):
         for budget in (max_num_seqs, max_num_seqs + 1, 2 * max_num_seqs, 512, 1000):
             if budget < max_num_seqs:
                 continue
-            buckets = make_buckets(max_num_seqs, budget, decode_growth=decode_growth, mixed_growth=mixed_growth)
+            buckets = pick_buckets(max_num_seqs, budget, num_slots=64)
             assert all(b.num_tokens == b.num_seqs <= max_num_seqs for b in buckets.decode)
-            assert all(b.num_tokens > b.num_seqs == max_num_seqs for b in buckets.mixed)
-            assert max(b.num_seqs for b in buckets.decode) == max_num_seqs
-            assert max(b.num_tokens for b in buckets.mixed) >= budget
+            assert all(max_num_seqs >= b.num_seqs < b.num_tokens for b in buckets.mixed)
+            assert max(b.num_seqs for b in buckets.decode if b.max_slots is None) == max_num_seqs
+            assert max((b.num_tokens, b.num_seqs) for b in buckets.mixed) >= (budget, max_num_seqs)
             assert len(set(buckets.all)) == len(buckets.all)
+            for num_seqs in {1, (max_num_seqs + 1) // 2, max(1, max_num_seqs - 1), max_num_seqs}:
+                for num_tokens in {num_seqs, num_seqs + 1, num_seqs + 20, budget}:
+                    if num_seqs <= num_tokens <= budget:
+                        bucket = buckets.of(plan_of(num_seqs, num_tokens), num_slots=64)
+                        assert bucket.num_seqs >= num_seqs
+                        assert bucket.num_tokens >= num_tokens
+                        assert bucket.is_decode == (num_tokens == num_seqs)
+
+
+def plan_of(num_seqs: int, num_tokens: int) -> StepPlan:
+    """Decode rows, and a last chunk of the rest."""
+    chunk = chunk_of(make_request("r"))
+    last = chunk._replace(num_tokens=num_tokens - num_seqs + 1)
+    return StepPlan((*itertools.repeat(chunk, num_seqs - 1), last))
+
+
+def test_on_a_gpu_few_programs_are_compiled_and_a_prompt_beside_decode_rows_is_padded_little(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    buckets = pick_buckets(32, 512, num_slots=64)
+    assert (len(buckets.decode), len(buckets.mixed)) == (9, 5)
+    assert buckets.of(plan_of(25, 25 + 220), num_slots=9) == Bucket(256, 32)
+    many = pick_buckets(256, 2048, num_slots=64)
+    assert (len(many.decode), len(many.mixed)) == (16, 9)
+    assert many.of(plan_of(25, 60), num_slots=0) == Bucket(64, 32)
+    assert many.of(plan_of(200, 210), num_slots=0) == Bucket(384, 256)
+    padded = [many.of(plan_of(8, n), num_slots=0).num_tokens / n for n in range(150, 2049)]
+    assert max(padded) < 1.71
+    assert sum(padded) / len(padded) < 1.25
 
 
 def test_a_decode_step_takes_the_program_made_for_the_fewest_slots_that_suffice():
     plan = StepPlan((chunk_of(make_request("r")), chunk_of(make_request("s"), row=0)))
-    buckets = make_buckets(4, 64, decode_growth=2, mixed_growth=2, decode_slots=lambda _: (0, 8, None))
+    sizes = {"decode_sizes": (1, 2), "mixed_sizes": ()}
+    buckets = make_buckets(4, 64, decode_slots=lambda _: (0, 8, None), **sizes)
     for num_slots, max_slots in ((0, 0), (1, 8), (8, 8), (9, None), (1000, None)):
         assert buckets.of(plan, num_slots) == Bucket(2, 2, max_slots)
-    anything = make_buckets(4, 64, decode_growth=2, mixed_growth=2)
+    anything = make_buckets(4, 64, **sizes)
     assert anything.of(plan, 0) == anything.of(plan, 9) == Bucket(2, 2)

@@ -1,7 +1,7 @@
 """Orders and plans are those of the policies written plainly: one request after another, each looked at anew.
 
 The plain policies below leave nobody out, so that the scheduler asks of each waiting request whether it fits; the real
-ones ask for all at once (`serving/waiting_queue.py`).
+ones ask for all at once (`serving/waiting_queue.py`). That is the same unless requests share blocks, so none does here.
 """
 
 import heapq
@@ -109,7 +109,9 @@ class Twins:
 
     def __init__(self, name: str, theta_s: float, **sizes: int) -> None:
         self.engines = [
-            FakeEngine(make_scheduler(policy=policy, slots_by_adapter=SLOTS_BY_ADAPTER, **sizes))
+            FakeEngine(
+                make_scheduler(policy=policy, slots_by_adapter=SLOTS_BY_ADAPTER, enable_prefix_cache=False, **sizes)
+            )
             for policy in policies(name, theta_s)
         ]
         self.requests: list[tuple[Request, Request]] = []
@@ -316,19 +318,23 @@ def test_a_plan_asks_of_few_requests_whether_they_fit(
     for i in range(500):
         scheduler.add(make_request(f"r{i}", f"b{i % 100}", num_prompt=20 if num_blocks == 8 else 4))
     asked: Counter[str] = Counter()
-    fits = scheduler._fits
+    ask = scheduler._shared_if_it_fits
 
-    def counted_fits(request: Request, *args: object) -> bool:
+    def counted_ask(request: Request, *args: object) -> list[int] | None:
         asked[request.request_id] += 1
-        return fits(request, *args)  # pyright: ignore[reportArgumentType]
+        return ask(request, *args)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(scheduler, "_fits", counted_fits)
+    monkeypatch.setattr(scheduler, "_shared_if_it_fits", counted_ask)
     plan = scheduler.plan(0.0)
     assert sum(asked.values()) <= len(plan.chunks)
 
 
-def test_what_fits_is_what_the_scheduler_says_of_each_request_alone(monkeypatch: pytest.MonkeyPatch):
-    """The mask that policies are given and `Scheduler._fits` agree at each admission."""
+@pytest.mark.parametrize("enable_prefix_cache", [False, True])
+def test_what_fits_is_what_the_scheduler_says_of_each_request_alone(
+    enable_prefix_cache: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The mask that policies are given and the scheduler agree at each admission; one that shares may fit all the
+    same."""
     compared = 0
     order = Lag.order
 
@@ -339,17 +345,26 @@ def test_what_fits_is_what_the_scheduler_says_of_each_request_alone(monkeypatch:
         for request in order(self, waiting, resident, fitting, now_s):
             room, draft = fitting._room, fitting._draft  # pyright: ignore[reportFunctionMemberAccess]
             left = [i for i, other in enumerate(waiting.requests) if other.row is None]
-            one_by_one = [scheduler._fits(waiting.requests[i], room, draft.budget) for i in left]
-            assert fitting()[np.array(left, int)].tolist() == one_by_one
+            one_by_one = [
+                scheduler._shared_if_it_fits(waiting.requests[i], room, draft.budget) is not None for i in left
+            ]
+            at_once = fitting()[np.array(left, int)].tolist()
+            if enable_prefix_cache:
+                assert all(alone >= mask for alone, mask in zip(one_by_one, at_once, strict=True))
+            else:
+                assert one_by_one == at_once
             compared += 1
             yield request
 
     monkeypatch.setattr(Lag, "order", checked_order)
     draw = random.Random(4)
-    scheduler = make_scheduler(policy=Lag(0.5), num_blocks=40, num_slots=4, max_num_seqs=8, max_num_batched_tokens=40)
+    scheduler = make_scheduler(
+        policy=Lag(0.5), num_blocks=40, num_slots=4, max_num_seqs=8, max_num_batched_tokens=40,
+        enable_prefix_cache=enable_prefix_cache,
+    )  # fmt: skip
     for i in range(60):
         mix = draw.sample("abcdef", draw.randrange(4))
-        scheduler.add(make_request(f"r{i}", *mix, num_prompt=draw.randrange(1, 30), arrival_s=i * 0.05))
+        scheduler.add(make_request(f"x/r{i}", *mix, num_prompt=draw.randrange(1, 30), arrival_s=i * 0.05))
         plan = scheduler.plan(i * 0.05)
         scheduler.on_dispatched(plan)
         for chunk in plan.chunks:

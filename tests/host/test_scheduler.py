@@ -106,6 +106,29 @@ def test_a_step_of_single_tokens_is_a_decode_step():
     assert plan.num_seqs == 3
 
 
+def test_prompts_that_wait_are_prefilled_in_one_step_as_far_as_the_budget_goes():
+    scheduler = make_scheduler(max_num_batched_tokens=20, max_num_seqs=4)
+    scheduler.add(make_request("decode", num_prompt=4))
+    admit(scheduler)
+    for name in "abc":
+        scheduler.add(make_request(name, num_prompt=8))
+    plan = scheduler.plan(0.0)
+    assert [(c.request.request_id, c.num_tokens) for c in plan.chunks] == [("decode", 1), ("a", 8), ("b", 8), ("c", 3)]
+
+
+def test_no_decode_row_is_left_out_for_a_prefill_of_any_length():
+    scheduler = make_scheduler(max_num_batched_tokens=4, max_num_seqs=4, num_blocks=64, max_model_len=200)
+    engine = FakeEngine(scheduler)
+    decodes = [make_request(name, num_prompt=1, max_tokens=60) for name in "abc"]
+    for request in decodes:
+        scheduler.add(request)
+    engine.step(0.0)
+    scheduler.add(make_request("long", num_prompt=40, arrival_s=-1.0))
+    for _ in range(40):
+        plan = engine.step(1.0)
+        assert {c.request.request_id: c.num_tokens for c in plan.chunks} == {"a": 1, "b": 1, "c": 1, "long": 1}
+
+
 def test_a_full_engine_admits_nobody_and_gives_freed_rows_to_others():
     scheduler = make_scheduler(max_num_seqs=2)
     requests = [make_request(name) for name in "abc"]
@@ -286,6 +309,41 @@ def test_an_aborted_request_gives_back_everything_in_every_phase(num_steps: int)
     assert request.finish_reason is FinishReason.ABORT
     check_finished(engine, [request])
     assert not scheduler.has_work
+
+
+@pytest.mark.parametrize("num_steps", range(4))
+def test_a_preempted_request_may_be_aborted(num_steps: int):
+    scheduler = make_scheduler(num_blocks=6, block_size=4)
+    old, young = (make_request(name, "a", num_prompt=8, max_tokens=12, arrival_s=i) for i, name in enumerate("oy"))
+    engine = FakeEngine(scheduler)
+    for request in (old, young):
+        scheduler.add(request)
+    step_until_preempted(engine)
+    assert young.phase is Phase.WAITING
+    for _ in range(num_steps):
+        engine.step(1.0)
+    engine.abort("y")
+    scheduler.check_integrity()
+    assert scheduler.slot_cache.num_pins == {"a": 1}
+    engine.run(now_s=1.0)
+    check_finished(engine, [old, young])
+
+
+def test_a_preempted_request_may_be_aborted_before_its_token_is_read():
+    scheduler = make_scheduler(num_blocks=6, block_size=4)
+    old, young = (make_request(name, num_prompt=8, max_tokens=12, arrival_s=i) for i, name in enumerate("oy"))
+    for request in (old, young):
+        scheduler.add(request)
+    while not (plan := scheduler.plan(1.0)).preempted:
+        scheduler.on_dispatched(plan)
+        for request in (old, young):
+            if request.num_in_flight > 1:
+                request.commit_token(0)
+    assert young.num_in_flight == 1
+    scheduler.abort("y")
+    scheduler.check_integrity()
+    assert scheduler.num_waiting == 0
+    assert young.finish_reason is FinishReason.ABORT
 
 
 def test_aborting_an_unknown_request_does_nothing():

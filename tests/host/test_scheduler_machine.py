@@ -51,9 +51,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         stop_after=st.integers(1, 12),
         wait_s=st.sampled_from([0.0, 0.1, 0.5]),
+        family=st.sampled_from(["", "x/", "x/", "y/"]),
     )
-    def add(self, adapters: str, num_prompt: int, max_tokens: int, stop_after: int, wait_s: float) -> None:
-        name = f"r{len(self.requests)}"
+    def add(self, adapters: str, num_prompt: int, max_tokens: int, stop_after: int, wait_s: float, family: str) -> None:
+        name = f"{family}r{len(self.requests)}"
         size = {"num_prompt": num_prompt, "max_tokens": max_tokens}
         # It may have come some time before the engine sees it.
         request = make_request(name, *adapters, arrival_s=self.now_s - wait_s, **size)

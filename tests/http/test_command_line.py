@@ -120,6 +120,7 @@ def test_flags_default_to_the_engines_config_and_the_key_may_come_from_the_envir
     monkeypatch.delenv("DYMERGE_API_KEY", raising=False)
     options = make_parser().parse_args([])
     assert engine_config(options) == EngineConfig()
+    assert not engine_config(make_parser().parse_args(["--no-prefix-cache"])).enable_prefix_cache
     assert make_server_config(options) == ServerConfig()
     monkeypatch.setenv("DYMERGE_API_KEY", "secret")
     assert make_server_config(options).api_key == "secret"

@@ -125,6 +125,27 @@ def stream_contents(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
+def test_an_answer_says_how_much_of_its_prompts_was_cached(served: tuple[str, Engine]) -> None:
+    """Each prompt counts once, whatever its choices; block_size is 16."""
+    url, engine = served
+    engine.forget_prefixes()  # between requests nothing else uses the engine
+    body = {"prompt": [[7] * 40, [8] * 33], "max_tokens": 4, "adapter_mix": {"a": 1}, "n": 2}
+
+    def details(**fields: Any) -> dict[str, int]:
+        response = httpx.post(f"{url}/v1/completions", json=body | fields, timeout=60)
+        parts = stream_contents(response) if fields.get("stream") else [response.json()]
+        usage = parts[-1]["usage"]
+        assert usage["prompt_tokens"] == 73
+        return usage["prompt_tokens_details"]
+
+    assert details()["cached_tokens"] < 64
+    assert details() == {"cached_tokens": 64}
+    assert details(stream=True, stream_options={"include_usage": True}) == {"cached_tokens": 64}
+    assert details(adapter_mix={"b": 1}, n=1) == {"cached_tokens": 0}
+    metrics = httpx.get(f"{url}/metrics").text
+    assert "dymerge_prefix_cache_hits_total" in metrics
+
+
 def test_clients_that_leave_give_everything_back(served: tuple[str, Engine]) -> None:
     url, engine = served
 

@@ -1,15 +1,18 @@
 """Schedulers and requests for the tests of `serving`, and an engine whose device is a few dictionaries."""
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from serving.block_pool import BlockPool
 from serving.plan import Chunk, StepPlan
 from serving.policies import Lag, Policy, WhenBlocked
+from serving.prefix_cache import PrefixCache
 from serving.request import FinishReason, Mix, Request, SamplingParams
 from serving.scheduler import Scheduler
 from serving.slot_cache import SlotCache
+
+FAMILY_LEN = 9  # tokens that the requests of a family begin with
 
 
 def make_request(
@@ -36,12 +39,15 @@ def make_scheduler(
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 32,
     max_model_len: int = 64,
+    enable_prefix_cache: bool = True,
 ) -> Scheduler:
     """A small scheduler; adapters need one slot unless `slots_by_adapter` says otherwise."""
+    block_pool = BlockPool(num_blocks, block_size)
     return Scheduler(
         policy=policy or Lag(theta_s=0.5),
-        block_pool=BlockPool(num_blocks, block_size),
+        block_pool=block_pool,
         slot_cache=SlotCache(num_slots),
+        prefix_cache=PrefixCache(block_pool) if enable_prefix_cache else None,
         num_slots_by_adapter=lambda adapter_id: (slots_by_adapter or {}).get(adapter_id, 1),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -50,8 +56,18 @@ def make_scheduler(
 
 
 def expected_token(request_id: str, position: int) -> int:
-    """The token that the fake model has at a position of a request."""
-    return sum(request_id.encode()) * 31 + position
+    """The token that the fake model has at a position of a request.
+
+    Requests "f/1" and "f/2" of a family have the first FAMILY_LEN tokens in common.
+    """
+    name = request_id.partition("/")[0] if position < FAMILY_LEN else request_id
+    return sum(name.encode()) * 31 + position
+
+
+def expected_kv(request: Request, position: int) -> tuple[object, ...]:
+    """What a position's keys and values depend on: mix, place and all tokens up to it, which the first one and this
+    one tell."""
+    return request.mix, position, expected_token(request.request_id, 0), expected_token(request.request_id, position)
 
 
 def admitted(plan: StepPlan, running_before: set[str]) -> list[str]:
@@ -77,6 +93,7 @@ class FakeEngine:
     Attributes:
       stop_after: output tokens after which a request "finds its stop token"; requests not listed go on to the limit.
       positions: positions computed for each request and epoch, in order.
+      num_shared_tokens: positions that admitted requests found computed.
       trace: what each step ran, for comparing two runs.
     """
 
@@ -87,8 +104,9 @@ class FakeEngine:
     finished: list[Request] = dataclasses.field(default_factory=list)
     num_dropped_tokens: int = 0
     num_kept_after_preemption: int = 0
+    num_shared_tokens: int = 0
     _previous: StepPlan = dataclasses.field(default_factory=StepPlan)
-    _kv: dict[tuple[int, int], tuple[str, int, int]] = dataclasses.field(default_factory=dict)
+    _kv: dict[tuple[int, int], tuple[object, ...]] = dataclasses.field(default_factory=dict)
     _slots: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
     _last_token: dict[int, tuple[str, int, int]] = dataclasses.field(default_factory=dict)
 
@@ -138,8 +156,10 @@ class FakeEngine:
         assert plan.num_seqs <= self.scheduler.max_num_seqs
         assert len({chunk.request.request_id for chunk in plan.chunks}) == plan.num_seqs
         assert len({chunk.row for chunk in plan.chunks}) == plan.num_seqs
-        block_ids = [block_id for chunk in plan.chunks for block_id in chunk.request.block_table]
-        assert len(set(block_ids)) == len(block_ids), "a block belongs to two requests"
+        num_owners = Counter(block_id for chunk in plan.chunks for block_id in chunk.request.block_table)
+        for chunk in plan.chunks:
+            written = chunk.request.block_table[chunk.start // self.scheduler.block_pool.block_size :]
+            assert all(num_owners[block_id] == 1 for block_id in written), "a block that is written is shared"
 
     def _check_nothing_overtakes(self, plan: StepPlan, waiting: Sequence[Request], now_s: float) -> None:
         """The hard bound: who is admitted past a request that may not be overtaken leaves it all that it needs."""
@@ -167,7 +187,10 @@ class FakeEngine:
         """Writes the chunk's tokens, then reads everything that attention and the adapters of the chunk read."""
         request = chunk.request
         request_id, block_size = request.request_id, self.scheduler.block_pool.block_size
-        self.positions[request_id, chunk.epoch] += range(chunk.start, chunk.stop)
+        positions = self.positions[request_id, chunk.epoch]
+        if not positions:
+            self.num_shared_tokens += chunk.start
+        positions += range(chunk.start, chunk.stop)
         for position in range(chunk.start, chunk.stop):
             if position < request.num_known_tokens:
                 token_id = request.token_id(position)
@@ -176,10 +199,10 @@ class FakeEngine:
                 assert (owner, at) == (request_id, position), "the token on the device is another one"
             assert token_id == expected_token(request_id, position)
             key = (request.block_table[position // block_size], position % block_size)
-            self._kv[key] = (request_id, position, token_id)
+            self._kv[key] = expected_kv(request, position)
         for position in range(chunk.stop):
             key = (request.block_table[position // block_size], position % block_size)
-            assert self._kv[key] == (request_id, position, expected_token(request_id, position))
+            assert self._kv[key] == expected_kv(request, position)
         for adapter_id in request.adapters:
             slot_ids = self.scheduler.slot_cache.lookup(adapter_id)
             assert slot_ids is not None, f"adapter {adapter_id} is not resident"
@@ -210,7 +233,8 @@ class FakeEngine:
 
 
 def check_finished(engine: FakeEngine, requests: list[Request]) -> None:
-    """Checks that each request got exactly its own tokens, each computed once an epoch, in order; nothing is left."""
+    """Checks that each request got exactly its own tokens, those that it did not find computed each computed once an
+    epoch, in order; nothing is left."""
     assert sorted(request.request_id for request in engine.finished) == sorted(r.request_id for r in requests)
     limit = engine.scheduler.max_model_len
     for request in requests:
@@ -225,8 +249,10 @@ def check_finished(engine: FakeEngine, requests: list[Request]) -> None:
             assert request.num_output_tokens == wanted
         for epoch in range(1, request.epoch + 1):
             positions = engine.positions[request.request_id, epoch]
-            assert positions == list(range(len(positions))), f"{request} epoch {epoch}: {positions}"
-            assert len(positions) <= num_prompt + longest - 1, "positions past the limit were computed"
+            first = positions[0] if positions else 0
+            assert first % engine.scheduler.block_pool.block_size == 0, f"{request} epoch {epoch} starts at {first}"
+            assert positions == list(range(first, first + len(positions))), f"{request} epoch {epoch}: {positions}"
+            assert first + len(positions) <= num_prompt + longest - 1, "positions past the limit were computed"
     scheduler = engine.scheduler
     scheduler.check_integrity()
     assert scheduler.block_pool.num_free == scheduler.block_pool.num_blocks
