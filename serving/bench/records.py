@@ -14,7 +14,7 @@ class Record:
     """One request as its client saw it. Times are seconds from the start of the run.
 
     Attributes:
-      index: number of the request in its trace.
+      index: number of the request in its trace, which its prompt depends on.
       arrival_s: when the trace lets it come; a client that is late counts as waiting.
       prompt_len: tokens.
       output_times_s: when tokens came, once for each arrival of tokens.
@@ -74,6 +74,15 @@ class ServerCounts:
     adapter_loads: int | None = None
     adapter_uses: int | None = None
     queueing_s: Sequence[float] = ()
+
+    def since(self, before: "ServerCounts") -> "ServerCounts":
+        """What was counted after `before`."""
+        numbers = {
+            f.name: None if (now := getattr(self, f.name)) is None else now - (getattr(before, f.name) or 0)
+            for f in dataclasses.fields(self)
+            if f.name != "queueing_s"
+        }
+        return ServerCounts(**numbers, queueing_s=self.queueing_s[len(before.queueing_s) :])
 
     @property
     def hit_rate(self) -> float | None:
