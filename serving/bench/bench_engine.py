@@ -7,8 +7,8 @@ What a baseline models, and what not:
     bmm       every token through every adapter of the batch, as LoraRetriever does it. Shapes are fixed: A and B of 8
               slots are gathered where the batch uses no more, and of all slots otherwise.
     sgmv      Copy+SGMV: in every step, every layer merges each mix of the batch into a composite in memory, and one
-              SGMV (our own kernel, as fast as we have) runs over the composites. Shapes are fixed: a step of n rows copies n
-              composites, though rows of equal mix read one; so it is right for Distinct and too slow for Single.
+              SGMV (our own kernel, as fast as we have) runs over the composites. Shapes are fixed: a step of n rows
+              copies n composites, though rows of equal mix read one; so it is right for Distinct, too slow for Single.
     premerge  what a server of one adapter a request must do: the first request with a mix makes a rank k * r adapter on
               the host and waits for it; it is loaded into slots like any other, and never dropped from host memory.
 

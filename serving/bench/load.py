@@ -257,7 +257,9 @@ async def _over_http(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run_options(options: argparse.Namespace) -> RunOptions:
-    return RunOptions(drain_s=options.drain, num_checked=options.check, keeps_outputs=options.keep_outputs)
+    return RunOptions(
+        drain_s=options.drain, num_checked=options.check, keeps_times=True, keeps_outputs=options.keep_outputs
+    )
 
 
 def _soak_options(options: argparse.Namespace) -> SoakOptions:

@@ -94,12 +94,14 @@ class RunOptions:
       drain_s: requests that have not ended so long after the last arrival are cut off.
       warm_up: requests before the first point of an engine, which are not counted.
       num_checked: finished requests of each point that are run again, alone.
+      keeps_times: whether rows hold every TTFT and TPOT, sorted, for plots of their distributions.
       keeps_outputs: whether rows hold each request's times and tokens.
     """
 
     drain_s: float = 60.0
     warm_up: int = 8
     num_checked: int = 8
+    keeps_times: bool = False
     keeps_outputs: bool = False
 
 
@@ -221,6 +223,9 @@ async def run_point(client: Client, point: Point, options: RunOptions) -> dict[s
     row = point.settings() | summarise(records, counts, wall_s=wall_s) | {"is_cut": is_cut}
     row["errors"] = sorted({r.error for r in records if r.error is not None})[:5]
     row["agreement"] = await check_sample(client, trace, records, options.num_checked, seed=point.seed)
+    if options.keeps_times:
+        row["ttft_ms"] = sorted(round(s * 1e3, 2) for r in records if (s := r.ttft_s) is not None)
+        row["tpot_ms"] = sorted(round(s * 1e3, 3) for r in records if (s := r.tpot_s) is not None)
     if options.keeps_outputs:
         row["records"] = [dataclasses.asdict(record) for record in records]
     return row

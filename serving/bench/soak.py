@@ -192,27 +192,25 @@ async def _churn(client: HttpClient, options: SoakOptions, counts: DisturbanceCo
     """Loads an adapter, sends it a request and unloads it while that runs, over and over."""
     headers = {} if options.admin_api_key is None else {"Authorization": f"Bearer {options.admin_api_key}"}
     name = "soak-churn"
+    request = {"model": name, "prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True}
+
+    async def post(route: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> bool:
+        try:
+            response = await client.http.post(route, json=body, headers=headers)
+        except httpx.HTTPError as error:
+            counts.fail(f"{route} gave {error!r} for {body}")
+            return False
+        if response.status_code != 200:
+            counts.fail(f"{route} gave HTTP {response.status_code} for {body}: {response.text[:300]}")
+        return response.status_code == 200
+
     while True:
-        for route, body, is_used in (
-            ("/v1/load_lora_adapter", {"lora_name": name, "lora_path": options.churn_adapter}, True),
-            ("/v1/unload_lora_adapter", {"lora_name": name}, False),
-        ):
-            try:
-                response = await client.http.post(route, json=body, headers=headers)
-                if response.status_code != 200:
-                    counts.fail(f"{route} gave HTTP {response.status_code}: {response.text[:300]}")
-                    await asyncio.sleep(5.0)
-                elif is_used:
-                    request = {"model": name, "prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True}
-                    answer = asyncio.create_task(client.http.post("/v1/completions", json=request))
-                    await asyncio.sleep(0.02)  # so that it is taken in before the adapter goes
-                    counts.num_churns += 1
-                else:
-                    status = (await answer).status_code  # pyright: ignore[reportPossiblyUnboundVariable]
-                    if status != 200:
-                        counts.fail(f"a request whose adapter was unloaded meanwhile got HTTP {status}, expected 200")
-            except httpx.HTTPError as error:
-                counts.fail(f"{route} gave {error!r}")
+        if await post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": options.churn_adapter}, headers):
+            answer = asyncio.create_task(post("/v1/completions", request))
+            await asyncio.sleep(0.02)  # so that it is taken in before the adapter goes
+            await post("/v1/unload_lora_adapter", {"lora_name": name}, headers)
+            await answer
+            counts.num_churns += 1
         await asyncio.sleep(0.5)
 
 
