@@ -89,8 +89,8 @@ class EngineSpec:
         return named_config(SHAPES.get(self.shape, self.shape))
 
     @property
-    def most_adapters(self) -> int | None:
-        """Adapters of the largest mix that the baseline can run; None for any."""
+    def most_mix_slots(self) -> int | None:
+        """Slots of the largest mix that the baseline can run; None for any."""
         return COMPOSITE_MIX_SIZE if self.baseline == "sgmv" else None
 
 

@@ -63,8 +63,9 @@ class Point:
         """
         if self.trace is None:
             workload: WorkloadName = self.workload  # pyright: ignore[reportAssignmentType] (checked by the parser)
-            return make_trace(workload, rate=self.rate, duration_s=self.duration_s, config=self.config, seed=self.seed)
-        trace = read_trace(self.trace)
+            trace = make_trace(workload, rate=self.rate, duration_s=self.duration_s, config=self.config, seed=self.seed)
+        else:
+            trace = read_trace(self.trace)
         if self.engine is not None:
             _check_fits(trace, self.engine)
         return trace
@@ -115,6 +116,14 @@ def _check_fits(trace: Sequence[TraceRequest], spec: EngineSpec) -> None:
         most = max((adapter for adapter, _ in request.mix), default=-1)
         if most >= spec.num_adapters:
             raise ValueError(f"request {i} of the trace uses adapter {most}; raise --adapters, now {spec.num_adapters}")
+        num_slots = sum(weight != 0 for _, weight in request.mix) * -(-spec.rank // spec.slot_rank)
+        if spec.most_mix_slots is not None and num_slots > spec.most_mix_slots:
+            raise ValueError(
+                f"request {i} of the trace needs {num_slots} slots, but --baseline {spec.baseline} runs mixes of at "
+                f"most {spec.most_mix_slots} slots; raise --slot-rank or use smaller mixes"
+            )
+        if num_slots > spec.slots:
+            raise ValueError(f"request {i} of the trace needs {num_slots} slots; raise --slots, now {spec.slots}")
         if request.gated_set is not None and not spec.has_gated_set:
             raise ValueError(f"request {i} of the trace uses a gated set; name gated among --workloads")
 

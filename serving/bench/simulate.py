@@ -71,6 +71,7 @@ class Setting:
       num_requests, rate: how many, and how many a second.
       num_adapters, mix_size: requests use 1 to mix_size of so many.
       slots, max_num_seqs, max_num_batched_tokens: of the engine; KV blocks are ample.
+      longest: most tokens of a prompt or an output.
       seed: of the requests; all policies get the same ones.
     """
 
@@ -78,18 +79,19 @@ class Setting:
     theta_s: float = EngineConfig.theta_s
     zipf_s: float = 1.0
     num_requests: int = 10_000
-    rate: float = 12.0
+    rate: float = 22.0
     num_adapters: int = 1_000
     mix_size: int = 3
     slots: int = 64
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
+    longest: int = 1024
     seed: int = 0
 
 
 def make_requests(setting: Setting) -> list[Request]:
     """Requests by arrival; the same for all policies."""
-    config = WorkloadConfig(num_adapters=setting.num_adapters, mix_size=setting.mix_size)
+    config = WorkloadConfig(num_adapters=setting.num_adapters, mix_size=setting.mix_size, longest=setting.longest)
     duration_s = 1.2 * setting.num_requests / setting.rate + 10.0  # enough for as many, in all likelihood
     trace = make_trace("base", rate=setting.rate, duration_s=duration_s, config=config, seed=setting.seed)
     rng = np.random.default_rng([setting.seed, 1])
@@ -116,7 +118,7 @@ class Simulation:
 
     def __init__(self, setting: Setting, costs: CostModel) -> None:
         policy = EngineConfig(scheduler=setting.scheduler, theta_s=setting.theta_s, scheduler_seed=setting.seed)
-        longest = 2 * WorkloadConfig().longest
+        longest = 2 * setting.longest
         self.scheduler = Scheduler(
             policy=make_policy(policy),
             block_pool=BlockPool(setting.max_num_seqs * (longest // 16 + 2), 16),
@@ -215,9 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = make_settings(options)
     except ValueError as error:
         parser.error(str(error))
-    print(
-        f"{options.requests} requests at {options.rate:g}/s, {options.adapters} adapters, {options.slots} slots; {costs}"
-    )
+    sizes = f"{options.adapters} adapters, {options.slots} slots"
+    print(f"{options.requests} requests at {options.rate:g}/s, {sizes}; {costs}")
     print(
         f"{'policy':<12}{'θ s':>6}{'zipf':>6}{'loads':>8}{'hits':>6}{'wait p50':>10}{'p99':>9}{'max s':>9}"
         f"{'Jain':>7}{'max/med':>9}{'tok/s':>8}",
@@ -258,7 +259,8 @@ def make_settings(options: argparse.Namespace) -> list[Setting]:
         Setting(
             scheduler=scheduler, theta_s=theta_s, zipf_s=zipf_s, num_requests=options.requests, rate=options.rate,
             num_adapters=options.adapters, mix_size=options.mix_size, slots=options.slots,
-            max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.max_num_batched_tokens, seed=options.seed,
+            max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.max_num_batched_tokens,
+            longest=options.longest, seed=options.seed,
         )
         for zipf_s in options.zipf
         for scheduler in options.scheduler
@@ -288,6 +290,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("--slots", setting.slots, int, "adapter slots"),
         ("--max-num-seqs", setting.max_num_seqs, int, "requests that run at once"),
         ("--max-num-batched-tokens", setting.max_num_batched_tokens, int, "token budget of a step"),
+        ("--longest", setting.longest, int, "most tokens of a prompt or an output"),
         ("--seed", setting.seed, int, "of the requests"),
         ("--step-ms", costs.step_ms, float, "milliseconds of any step"),
         ("--prefill-token-ms", costs.prefill_token_ms, float, "more for each prefill token"),

@@ -124,7 +124,7 @@ async def soak(client: Client, point: Point, options: SoakOptions, *, engine: En
 
 def soak_trace(point: Point, *, minutes: float) -> tuple[list[TraceRequest], list[TraceRequest]]:
     """A few templates, and the arrivals of a whole soak: request i is template i modulo their number."""
-    drawn = dataclasses.replace(point, duration_s=max(minutes * 60, 1.0), trace=None).requests()
+    drawn = dataclasses.replace(point, duration_s=minutes * 60, trace=None).requests()
     templates = drawn[:_TEMPLATES]
     return templates, [
         dataclasses.replace(templates[i % len(templates)], arrival_s=request.arrival_s)
