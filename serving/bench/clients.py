@@ -246,7 +246,7 @@ class HttpClient:
         self.adapter_names: list[str] = []
 
     async def connect(self) -> None:
-        """Asks the server for its models: adapter i of a trace is the i-th that has a parent.
+        """Asks the server for its models: adapter i of a trace is the i-th that has a parent; adapters come first.
 
         Raises:
           ValueError: If there is no server, or it refuses.
@@ -285,7 +285,7 @@ class HttpClient:
         most = max((adapter for adapter, _ in request.mix), default=-1)
         if most >= len(self.adapter_names):
             raise ValueError(
-                f"the trace uses adapter {most}, but the server has {len(self.adapter_names)}: "
+                f"the trace uses adapter {most}, but the server names {len(self.adapter_names)} models beside its base: "
                 f"{', '.join(self.adapter_names) or 'none'}; start it with more --adapters"
             )
         body = {
@@ -330,7 +330,8 @@ class HttpClient:
                 totals[name] = totals.get(name, 0.0) + float(value)
         return totals
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
+        """Ends all connections."""
         await self.http.aclose()
 
 

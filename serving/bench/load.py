@@ -17,6 +17,7 @@ requests of every point runs again alone, and must give the same tokens (in floa
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import json
 import shlex
@@ -226,8 +227,7 @@ async def _find_rates(client: Any, points: Sequence[Point], options: argparse.Na
 
 
 async def _over_http(options: argparse.Namespace) -> dict[str, Any]:
-    client = HttpClient(options.url, api_key=options.api_key, vocab=options.vocab)
-    try:
+    async with contextlib.aclosing(HttpClient(options.url, api_key=options.api_key, vocab=options.vocab)) as client:
         await client.connect()
         points = [
             Point(
@@ -252,8 +252,6 @@ async def _over_http(options: argparse.Namespace) -> dict[str, Any]:
             print_row(rows[-1])
         print_targets(rows)
         return {"rows": rows}
-    finally:
-        await client.close()
 
 
 def _run_options(options: argparse.Namespace) -> RunOptions:

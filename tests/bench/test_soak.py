@@ -27,6 +27,7 @@ def test_a_soak_of_a_good_server_fails_at_nothing():
     assert result["agreement"]["equal"] == result["agreement"]["sample"] == result["completed"] > 10
 
 
+@pytest.mark.slow
 def test_clients_that_vanish_leave_before_their_answers_end():
     server = FakeServer(token_s=0.6)
     result = run(server, vanish_share=1.0)

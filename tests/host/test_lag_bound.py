@@ -25,8 +25,8 @@ THETA_S = 0.35
 SLOTS_BY_ADAPTER = {"a": 1, "b": 1, "c": 1, "d": 2, "e": 1}
 NUM_SLOTS = 3
 
-FAST = settings(derandomize=True, database=None, deadline=None, max_examples=25)
-THOROUGH = settings(derandomize=True, database=None, deadline=None, max_examples=300)
+FAST = settings(derandomize=True, database=None, deadline=None, max_examples=12)
+THOROUGH = settings(derandomize=True, database=None, deadline=None, max_examples=100)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +96,11 @@ class Stream:
         return self.step - first
 
 
-def ample_scheduler() -> Scheduler:
+def ample_scheduler(max_num_seqs: int = 4) -> Scheduler:
     """Rows and slots are scarce; budget and blocks are not."""
     return make_scheduler(
-        policy=Lag(THETA_S), num_slots=NUM_SLOTS, slots_by_adapter=SLOTS_BY_ADAPTER, max_num_seqs=4,
-        max_num_batched_tokens=400, num_blocks=4000, max_model_len=32,
+        policy=Lag(THETA_S), num_slots=NUM_SLOTS, slots_by_adapter=SLOTS_BY_ADAPTER,
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=400, num_blocks=4000, max_model_len=32,
     )  # fmt: skip
 
 
@@ -201,16 +201,14 @@ def test_no_request_waits_while_there_is_room_for_it(policy: Policy):
 @FAST
 @given(st.lists(arrivals, min_size=1, max_size=8))
 def test_base_requests_wait_for_rows_only_even_behind_overdue_ones(incoming: list[Arrival]):
-    stream = Stream(ample_scheduler(), incoming)
+    stream = Stream(ample_scheduler(max_num_seqs=24), incoming)
     scheduler = stream.engine.scheduler
-    for _ in range(25):
+    for _ in range(15):
         stream.arrive()
-        waiting = scheduler.waiting
-        plan = scheduler.plan(stream.now_s)
+        plan = scheduler.plan(stream.now_s)  # FakeEngine.step would read tokens, too, which makes new room
         claimants = [r for r in scheduler.waiting if stream.now_s - r.arrival_s >= THETA_S]
         rows_left = scheduler.max_num_seqs - scheduler.num_running - len(claimants)
-        base = [r for r in scheduler.waiting if not r.adapters]
-        assert not base or rows_left <= 0, f"{base} wait beside {rows_left} rows; {len(waiting)} waited"
+        assert rows_left <= 0 or all(r.adapters for r in scheduler.waiting), f"{scheduler.waiting}, {rows_left} rows"
         scheduler.on_dispatched(plan)
         stream.engine._commit(stream.engine._previous)
         stream.engine._previous = plan
