@@ -5,8 +5,9 @@
 #   step     the step's program alone with each kernel's share: 2 minutes
 #   kernels  maf_mvm beside the paper's baselines, batch 1-64, rank 4-64: 4 to 6 minutes
 #   load     open-loop serving at the targets' rates, workloads of our own, or those of TRACES="a.json b.json"; the rates
-#            that each workload sustains: 7 minutes. FIGURES="9 11" measures for those of the paper's figures instead, and
-#            draws them: 1 to 15 minutes each (QUICK=--quick takes fewer points, DURATION=8 shorter ones)
+#            that each workload sustains: 7 minutes. FIGURES="9 11" measures for those of the paper's figures instead: 2 to
+#            8 minutes each, 9 an hour (QUICK=--quick takes fewer points, DURATION=8 shorter ones); draw them anywhere
+#            with python -m serving.bench figures --from OUT/sweep.json OUT/maf_mvm.json --out DIR
 #   soak     30 minutes (SOAK_MINUTES) at RATE requests/s with clients that vanish
 #   tune     block sizes of lora_linear anew: 3 minutes a shape; writes OUT/h200.json, which is not used until it is
 #            committed as pallas_kernels/lora_linear/h200.json
@@ -33,8 +34,7 @@ for part in "$@"; do
       export XLA_PYTHON_CLIENT_MEM_FRACTION=0.9
       if [ -n "${FIGURES:-}" ]; then
         # shellcheck disable=SC2086 (words)
-        python3 -m serving.bench sweep --figure $FIGURES ${QUICK:-} --duration "${DURATION:-20}" --out "$out/sweep.json" &&
-          python3 -m serving.bench figures --from "$out"/*.json --out "$out/figures"
+        python3 -m serving.bench sweep --figure $FIGURES ${QUICK:-} --duration "${DURATION:-20}" --out "$out/sweep.json"
       elif [ -n "${TRACES:-}" ]; then
         # shellcheck disable=SC2086
         python3 -m serving.bench --trace $TRACES --out "$out/load-traces.json"

@@ -19,7 +19,8 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import json
+import functools
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -29,7 +30,6 @@ from typing import Any, get_args
 import jax
 
 from serving.bench.bench_engine import BASELINES, EngineSpec, default_dtype, make_engine, make_model
-from serving.bench.clients import HttpClient
 from serving.bench.decode import current_commit
 from serving.bench.find_rate import highest_rate
 from serving.bench.points import (
@@ -43,8 +43,9 @@ from serving.bench.points import (
     started,
     ttft_p99_s,
 )
-from serving.bench.soak import SoakOptions, soak
-from serving.bench.workloads import WORKLOADS, LengthsName, WorkloadConfig
+from serving.bench.records import json_text
+from serving.bench.soak import Disturbance, SoakOptions, soak
+from serving.bench.workloads import WORKLOADS, LengthsName, WorkloadConfig, read_trace
 from serving.config import DTypeName, EngineConfig, SchedulerName
 
 TARGETS: dict[tuple[str, float], dict[str, float]] = {
@@ -67,20 +68,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    result = {**header(options), **result}
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(options, result)
     return 0 if is_right(result) else 1
 
 
-def header(options: argparse.Namespace) -> dict[str, Any]:
-    """What every result file begins with."""
-    return {
+def write_result(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Writes the result with what every result file begins with, if a file is asked for; never half a file."""
+    if options.out is None:
+        return
+    result = {
         "command": shlex.join(["python", "-m", "serving.bench", *sys.argv[1:]]),
         "commit": current_commit(),
-        "device": device_kind() if getattr(options, "url", None) is None else "the server's",
+        "device": device_kind() if getattr(options, "url", None) is None else f"that of {options.url}",
         "jax": jax.__version__,
+        **result,
     }
+    partial = options.out.with_name(options.out.name + ".part")
+    partial.write_text(json_text(result))
+    partial.replace(options.out)
 
 
 def is_right(result: dict[str, Any]) -> bool:
@@ -101,7 +106,10 @@ def make_points(options: argparse.Namespace) -> list[Point]:
     Raises:
       ValueError: If a value is wrong.
     """
-    has_gated_set = "gated" in options.workloads and not options.trace
+    if options.trace:
+        has_gated_set = any(request.gated_set for path in options.trace for request in read_trace(path))
+    else:
+        has_gated_set = "gated" in options.workloads
     points = []
     for axes in grid(
         baseline=options.baseline, num_adapters=options.adapters, rank=options.rank, slots=options.slots,
@@ -146,13 +154,13 @@ def _works(options: argparse.Namespace) -> list[tuple[str, float, Path | None]]:
 
 
 def _name_and_rate(path: Path) -> tuple[str, float]:
-    """Of a trace file: its kind if its name begins with one, such as skewed-16.json, and its mean rate."""
-    from serving.bench.workloads import read_trace
-
-    trace = read_trace(path)
+    """Of a trace file, from a name such as skewed-16.json; else its whole name, and the mean rate of its requests."""
     kind = next((name for name in WORKLOADS if path.stem.startswith(name)), path.stem)
-    duration_s = trace[-1].arrival_s
-    return kind, round(len(trace) / duration_s, 2) if duration_s else float(len(trace))
+    named = re.search(r"[-_](\d+(?:\.\d+)?)$", path.stem)
+    if named is not None:
+        return kind, float(named[1])
+    trace = read_trace(path)
+    return kind, round(len(trace) / max(trace[-1].arrival_s, 1e-3), 2)
 
 
 def _workload_config(options: argparse.Namespace, num_adapters: int, zipf_s: float, longest: int) -> WorkloadConfig:
@@ -177,7 +185,14 @@ def _in_process(options: argparse.Namespace) -> dict[str, Any]:
     if options.soak_minutes or options.find_rate:
         return _with_one_engine(points, options)
     print_header(device_kind(), options)
-    rows = run_points(points, _run_options(options), report=print_row)
+    rows: list[dict[str, Any]] = []
+
+    def report(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print_row(row)
+        write_result(options, {"rows": rows})  # a run that is stopped leaves what it has
+
+    run_points(points, _run_options(options), report=report)
     print_targets(rows)
     return {"rows": rows}
 
@@ -211,7 +226,7 @@ async def _find_rates(client: Any, points: Sequence[Point], options: argparse.Na
     for point in {p.workload: p for p in points}.values():
 
         async def is_sustained(rate: float, point: Point = point) -> bool:
-            row = await run_point(client, dataclasses.replace(point, rate=rate), run_options)
+            row = await run_point(client, dataclasses.replace(point, rate=rate), run_options, number=len(rows))
             rows.append(row)
             print_row(row)
             return ttft_p99_s(row) < options.ttft_limit
@@ -227,6 +242,10 @@ async def _find_rates(client: Any, points: Sequence[Point], options: argparse.Na
 
 
 async def _over_http(options: argparse.Namespace) -> dict[str, Any]:
+    try:
+        from serving.bench.http_client import HttpClient, churn, send_malformed
+    except ImportError as error:  # not in the base installation, which an engine in this process is enough for
+        raise ValueError('--url needs httpx: pip install "dymerge-jax[bench]"') from error
     async with contextlib.aclosing(HttpClient(options.url, api_key=options.api_key, vocab=options.vocab)) as client:
         await client.connect()
         points = [
@@ -242,13 +261,18 @@ async def _over_http(options: argparse.Namespace) -> dict[str, Any]:
             for workload, rate, trace in _works(options)
         ]
         if options.soak_minutes:
-            return {"soak": await soak(client, points[0], _soak_options(options), engine=None)}
+            disturbances: list[Disturbance] = [functools.partial(send_malformed, client)]
+            if options.churn_adapter is not None:
+                key = options.admin_api_key or options.api_key
+                disturbances.append(functools.partial(churn, client, folder=options.churn_adapter, admin_api_key=key))
+            result = await soak(client, points[0], _soak_options(options), engine=None, disturbances=disturbances)
+            return {"soak": result}
         if options.find_rate:
             return await _find_rates(client, points, options)
         rows = []
         print_header(options.url, options)
-        for point in points:
-            rows.append(await run_point(client, point, _run_options(options)))
+        for number, point in enumerate(points):
+            rows.append(await run_point(client, point, _run_options(options), number=number))
             print_row(rows[-1])
         print_targets(rows)
         return {"rows": rows}
@@ -265,8 +289,6 @@ def _soak_options(options: argparse.Namespace) -> SoakOptions:
         minutes=options.soak_minutes,
         vanish_share=options.soak_vanish,
         server_pid=options.server_pid,
-        churn_adapter=options.churn_adapter,
-        admin_api_key=options.admin_api_key,
         are_outputs_exact=options.url is None and (options.dtype or default_dtype()) == "float32",
     )
 

@@ -125,7 +125,7 @@ def _check_fits(trace: Sequence[TraceRequest], spec: EngineSpec) -> None:
         if num_slots > spec.slots:
             raise ValueError(f"request {i} of the trace needs {num_slots} slots; raise --slots, now {spec.slots}")
         if request.gated_set is not None and not spec.has_gated_set:
-            raise ValueError(f"request {i} of the trace uses a gated set; name gated among --workloads")
+            raise ValueError(f"request {i} of the trace uses a gated set, which this engine lacks")
 
 
 @contextlib.asynccontextmanager
@@ -192,9 +192,9 @@ async def _run_group(
     rows = []
     async with started(engine, spec) as client:
         await _warm_up(client, points[0].requests()[: options.warm_up])
-        for point in points:
+        for number, point in enumerate(points):
             prepare(engine, point)
-            row = await run_point(client, point, options)
+            row = await run_point(client, point, options, number=number)
             rows.append(row)
             report(row)
     return rows
@@ -217,27 +217,46 @@ def prepare(engine: Engine, point: Point) -> None:
             engine.slot_cache.remove(adapter_id)
 
 
-async def run_point(client: Client, point: Point, options: RunOptions) -> dict[str, Any]:
+async def run_point(client: Client, point: Point, options: RunOptions, *, number: int = 0) -> dict[str, Any]:
     """Runs one point and checks a sample of what it gave; the server is idle before and after.
+
+    Args:
+      client: of the server.
+      point: what to run.
+      options: how.
+      number: of the point among those of one server; each has prompts of its own, as a prefix cache remembers them.
 
     Returns:
       The point's settings, the numbers of `summarise`, whether it was cut off, and the sample's agreement.
+
+    Raises:
+      RuntimeError: If the server still runs requests when all of them have ended or been given up.
     """
     trace = point.requests()
     before = await client.counts()
-    records, is_cut = await replay(client, trace, drain_s=options.drain_s, seed=point.seed)
-    await client.settle()
+    seed = point.seed + 7919 * number
+    records, is_cut = await replay(client, trace, drain_s=options.drain_s, seed=seed)
+    await _settle(client, options.drain_s)
     counts = (await client.counts()).since(before)
     wall_s = max((r.output_times_s[-1] for r in records if r.output_times_s), default=0.0)
     row = point.settings() | summarise(records, counts, wall_s=wall_s) | {"is_cut": is_cut}
     row["errors"] = sorted({r.error for r in records if r.error is not None})[:5]
-    row["agreement"] = await check_sample(client, trace, records, options.num_checked, seed=point.seed)
+    row["agreement"] = await check_sample(client, trace, records, options.num_checked, seed=seed)
     if options.keeps_times:
         row["ttft_ms"] = sorted(round(s * 1e3, 2) for r in records if (s := r.ttft_s) is not None)
         row["tpot_ms"] = sorted(round(s * 1e3, 3) for r in records if (s := r.tpot_s) is not None)
     if options.keeps_outputs:
         row["records"] = [dataclasses.asdict(record) for record in records]
     return row
+
+
+async def _settle(client: Client, timeout_s: float) -> None:
+    try:
+        await asyncio.wait_for(client.settle(), timeout_s)
+    except TimeoutError as error:
+        raise RuntimeError(
+            f"{timeout_s:g} s after the last client had ended or left, the server still runs requests; see its log"
+        ) from error
 
 
 async def check_sample(

@@ -1,6 +1,8 @@
 """What a client saw of each request, and what a run of requests comes to: throughput and latencies at percentiles."""
 
 import dataclasses
+import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -133,6 +135,19 @@ def percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
     """name_p50, name_p90 and name_p99; None without values."""
     found = np.percentile(values, PERCENTILES).tolist() if len(values) else [None] * len(PERCENTILES)
     return {f"{name}_p{p}": value for p, value in zip(PERCENTILES, found, strict=True)}
+
+
+def json_text(result: Any) -> str:
+    """A result as JSON, in which numbers that JSON has no form for, such as a θ of inf, are words."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(result), indent=1, allow_nan=False) + "\n"
 
 
 def compare(first: list[int] | str, second: list[int] | str) -> int | None:

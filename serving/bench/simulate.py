@@ -15,7 +15,6 @@ index ((sum w)^2 / (n sum w^2), 1 if all wait alike) and the largest over the me
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from serving.bench.decode import current_commit
+from serving.bench.records import json_text
 from serving.bench.workloads import WorkloadConfig, make_trace, zipf_cumulative
 from serving.block_pool import BlockPool
 from serving.config import EngineConfig, SchedulerName
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "costs": dataclasses.asdict(costs),
             "simulations": rows,
         }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        options.out.write_text(json_text(result))
     return 0
 
 

@@ -11,14 +11,13 @@ import contextlib
 import dataclasses
 import random
 import statistics
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import jax
 
-from serving.bench.clients import Client, HttpClient, replay
+from serving.bench.clients import Client, replay
 from serving.bench.points import Point, run_alone
 from serving.bench.records import Record, agreement, summarise
 from serving.bench.workloads import TraceRequest
@@ -39,8 +38,6 @@ class SoakOptions:
       minutes: of arrivals.
       vanish_share: of the clients.
       server_pid: process to watch over HTTP; None watches this one if the engine is in it, else none.
-      churn_adapter: PEFT folder to load and unload over HTTP; None does not.
-      admin_api_key: key for that; None sends that of the other requests.
       are_outputs_exact: any answer that differs from its request's alone is a failure.
       sample_s: time between two looks at the memory.
     """
@@ -48,29 +45,36 @@ class SoakOptions:
     minutes: float
     vanish_share: float = 0.1
     server_pid: int | None = None
-    churn_adapter: str | None = None
-    admin_api_key: str | None = None
     are_outputs_exact: bool = False
     sample_s: float = 1.0
 
 
-# Each is refused with 4xx by a server that looks at what it is given.
-MALFORMED: tuple[bytes, ...] = (
-    b"",
-    b"{",
-    b"[]",
-    b'{"prompt": "no model ends here"',
-    b'{"model": "no-such-model", "prompt": "a"}',
-    b'{"prompt": "a", "max_tokens": -1}',
-    b'{"prompt": "a", "adapter_mix": {"no-such-adapter": 1}}',
-    b'{"prompt": "a", "adapter_mix": "a"}',
-    b'{"prompt": [-1]}',
-    b'{"prompt": "a", "temperature": "hot"}',
-    b'\xff\xfe{"prompt": "a"}',
-)
+@dataclasses.dataclass
+class DisturbanceCounts:
+    """What was done to the server besides requests, and what it answered wrongly."""
+
+    num_malformed: int = 0
+    num_churns: int = 0
+    failures: list[str] = dataclasses.field(default_factory=list)
+
+    def fail(self, text: str) -> None:
+        """Takes note of a failure; a few of them tell enough."""
+        if len(self.failures) < 10:
+            self.failures.append(text)
 
 
-async def soak(client: Client, point: Point, options: SoakOptions, *, engine: Engine | None) -> dict[str, Any]:
+Disturbance = Callable[[DisturbanceCounts], Coroutine[None, None, None]]
+"""Does something to the server, over and over, and counts what it did."""
+
+
+async def soak(
+    client: Client,
+    point: Point,
+    options: SoakOptions,
+    *,
+    engine: Engine | None,
+    disturbances: Sequence[Disturbance] = (),
+) -> dict[str, Any]:
     """Runs the point's workload for so many minutes, with disturbances.
 
     Args:
@@ -78,6 +82,7 @@ async def soak(client: Client, point: Point, options: SoakOptions, *, engine: En
       point: workload and rate; its duration is not used.
       options: how long, and what else.
       engine: the engine, if it is in this process; its books are checked at the end.
+      disturbances: what else happens to the server meanwhile.
 
     Returns:
       The numbers of `summarise`, memory over time, and "failures": a sentence for each thing that is not as it must be.
@@ -87,13 +92,11 @@ async def soak(client: Client, point: Point, options: SoakOptions, *, engine: En
     vanish = [draw.uniform(0, _VANISH_WITHIN_S) if draw.random() < options.vanish_share else None for _ in trace]
     before = await client.counts()
     memory: list[dict[str, float]] = []
+    disturbed = DisturbanceCounts()
     answers: dict[int, list[Record]] = {}
     async with _beside(_watch_memory(memory, options, engine)), contextlib.AsyncExitStack() as stack:
-        disturbed = DisturbanceCounts()
-        if isinstance(client, HttpClient):
-            await stack.enter_async_context(_beside(_send_malformed(client, disturbed, draw.random())))
-            if options.churn_adapter is not None:
-                await stack.enter_async_context(_beside(_churn(client, options, disturbed)))
+        for disturbance in disturbances:
+            await stack.enter_async_context(_beside(disturbance(disturbed)))
         records, is_cut = await _replay_templates(client, trace, len(templates), vanish, point.seed)
     failures = await _settle(client, engine, is_cut)
     counts = (await client.counts()).since(before)
@@ -145,20 +148,6 @@ async def _replay_templates(
     )
 
 
-@dataclasses.dataclass
-class DisturbanceCounts:
-    """What was done to the server besides requests, and what it answered wrongly."""
-
-    num_malformed: int = 0
-    num_churns: int = 0
-    failures: list[str] = dataclasses.field(default_factory=list)
-
-    def fail(self, text: str) -> None:
-        """Takes note of a failure; a few of them tell enough."""
-        if len(self.failures) < 10:
-            self.failures.append(text)
-
-
 @contextlib.asynccontextmanager
 async def _beside(work: Any) -> AsyncIterator[None]:
     """Runs an endless coroutine until the block ends."""
@@ -170,48 +159,6 @@ async def _beside(work: Any) -> AsyncIterator[None]:
         result = (await asyncio.gather(task, return_exceptions=True))[0]
         if isinstance(result, Exception):
             raise result
-
-
-async def _send_malformed(client: HttpClient, counts: DisturbanceCounts, first: float) -> None:
-    await asyncio.sleep(first)
-    while True:
-        body = MALFORMED[counts.num_malformed % len(MALFORMED)]
-        counts.num_malformed += 1
-        try:
-            response = await client.http.post(
-                "/v1/completions", content=body, headers={"Content-Type": "application/json"}
-            )
-            if not 400 <= response.status_code < 500:
-                counts.fail(f"the malformed request {body!r} got HTTP {response.status_code}, expected 4xx")
-        except httpx.HTTPError as error:
-            counts.fail(f"the malformed request {body!r} got {error!r}, expected HTTP 4xx")
-        await asyncio.sleep(0.5)
-
-
-async def _churn(client: HttpClient, options: SoakOptions, counts: DisturbanceCounts) -> None:
-    """Loads an adapter, sends it a request and unloads it while that runs, over and over."""
-    headers = {} if options.admin_api_key is None else {"Authorization": f"Bearer {options.admin_api_key}"}
-    name = "soak-churn"
-    request = {"model": name, "prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True}
-
-    async def post(route: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> bool:
-        try:
-            response = await client.http.post(route, json=body, headers=headers)
-        except httpx.HTTPError as error:
-            counts.fail(f"{route} gave {error!r} for {body}")
-            return False
-        if response.status_code != 200:
-            counts.fail(f"{route} gave HTTP {response.status_code} for {body}: {response.text[:300]}")
-        return response.status_code == 200
-
-    while True:
-        if await post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": options.churn_adapter}, headers):
-            answer = asyncio.create_task(post("/v1/completions", request))
-            await asyncio.sleep(0.02)  # so that it is taken in before the adapter goes
-            await post("/v1/unload_lora_adapter", {"lora_name": name}, headers)
-            await answer
-            counts.num_churns += 1
-        await asyncio.sleep(0.5)
 
 
 async def _watch_memory(memory: list[dict[str, float]], options: SoakOptions, engine: Engine | None) -> None:

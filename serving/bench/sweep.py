@@ -16,14 +16,13 @@ Figures 14 and 16 are those of `python -m pallas_kernels.maf_mvm.bench`, whose J
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from serving.bench.bench_engine import BASELINES, Baseline, EngineSpec, default_dtype
-from serving.bench.load import header, is_right, print_header, print_row
+from serving.bench.load import is_right, print_header, print_row, write_result
 from serving.bench.points import Point, RunOptions, device_kind, run_points
 from serving.bench.workloads import LengthsName, WorkloadConfig
 from serving.config import DTypeName, SchedulerName
@@ -208,22 +207,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{len(points)} points on {len({p.engine for p in points})} engines")
     options.url = None
     print_header(device_kind(), options)
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
 
-    def report(row: dict[str, object]) -> None:
+    def report(row: dict[str, Any]) -> None:
         rows.append(row)
         print_row(row)
-        _write(options, rows)  # a sweep that is stopped leaves what it has
+        write_result(options, {"rows": rows})  # a sweep that is stopped leaves what it has
 
     run_points(points, RunOptions(num_checked=options.check, drain_s=options.drain, keeps_times=True), report=report)
     return 0 if is_right({"rows": rows}) else 1
-
-
-def _write(options: argparse.Namespace, rows: list[dict[str, object]]) -> None:
-    if options.out is not None:
-        partial = options.out.with_name(options.out.name + ".part")
-        partial.write_text(json.dumps({**header(options), "rows": rows}, indent=1) + "\n")
-        partial.replace(options.out)
 
 
 def make_points(options: argparse.Namespace) -> list[Point]:

@@ -1,8 +1,10 @@
 """What the load benchmark computes from what clients saw."""
 
+import json
+
 import pytest
 
-from serving.bench.records import Record, ServerCounts, agreement, compare, summarise
+from serving.bench.records import Record, ServerCounts, agreement, compare, json_text, summarise
 
 
 def record(index: int, arrival_s: float, times_s: list[float], *, is_done: bool = True) -> Record:
@@ -52,3 +54,8 @@ def test_outputs_differ_from_the_first_token_that_is_not_the_same(first, second,
 def test_the_agreement_names_the_requests_that_differ():
     result = agreement({4: ([1, 2, 3], [1, 2, 3]), 7: ([1, 2, 3], [1, 9, 3])})
     assert result == {"sample": 2, "equal": 1, "compared_tokens": 6, "first_differences": {"7": 1}}
+
+
+def test_a_result_is_json_whatever_its_numbers_are():
+    text = json_text({"theta_s": float("inf"), "rows": ({"p50": float("nan"), "n": 1.5},)})
+    assert json.loads(text) == {"theta_s": "inf", "rows": [{"p50": "nan", "n": 1.5}]}

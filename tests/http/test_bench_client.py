@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from serving.bench import load
-from serving.bench.clients import Clock, HttpClient, replay
+from serving.bench.clients import Clock, replay
+from serving.bench.http_client import MALFORMED, HttpClient
 from serving.bench.records import Record
-from serving.bench.soak import MALFORMED
 from serving.bench.workloads import TraceRequest, prompt_token_ids
 from tests.http.conftest import VOCAB, wait_until
 from tests.http.fake_engine import FakeEngine
@@ -68,7 +68,7 @@ def test_a_client_that_vanishes_ends_its_request(url: str, engine: FakeEngine):
 
 
 def test_a_trace_with_more_adapters_than_the_server_has_is_refused(url: str):
-    with pytest.raises(ValueError, match="uses adapter 70, but the server names 6 models beside its base: a, b, c, huge"):
+    with pytest.raises(ValueError, match=r"uses adapter 70, but the server names 6 models .*: a, b, c, huge"):
         send(url, TraceRequest(0.0, 6, 4, ((70, 1.0),)))
 
 
@@ -93,3 +93,17 @@ def test_no_server_is_said_at_once(capsys: pytest.CaptureFixture[str]):
     assert load.main(["--url", "http://127.0.0.1:9"]) == 1
     assert "expected a running server of OpenAI's API" in capsys.readouterr().err
     assert time.monotonic() - start_s < 5
+
+
+@pytest.mark.slow
+def test_a_soak_of_a_server_sends_it_malformed_requests(url: str, tmp_path: Path):
+    out = tmp_path / "soak.json"
+    flags = ["--url", url, "--vocab", str(VOCAB), "--workloads", "base", "--longest", "16", "--rates", "20"]
+    assert load.main([*flags, "--soak-minutes", "0.05", "--soak-vanish", "0.3", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())["soak"]
+    assert result["failures"] == []
+    assert result["malformed_sent"] >= 5
+    # A server that cannot load adapters is told of.
+    flags += ["--churn-adapter", str(tmp_path), "--out", str(out)]
+    assert load.main([*flags, "--soak-minutes", "0.02"]) == 1
+    assert any("/v1/load_lora_adapter gave HTTP" in text for text in json.loads(out.read_text())["soak"]["failures"])
