@@ -9,6 +9,7 @@ answers equal those of the same requests alone.
 import asyncio
 import contextlib
 import dataclasses
+import math
 import random
 import statistics
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -24,7 +25,7 @@ from serving.bench.workloads import TraceRequest
 from serving.engine import Engine
 
 _TEMPLATES = 64  # different requests; each comes again and again, and is run alone once
-_VANISH_WITHIN_S = 3.0
+_VANISH_S = (0.001, 3.0)  # evenly on a logarithmic scale: in the queue, in prefill and in decode
 _SETTLE_S = 60.0
 _FLAT_SHARE = 0.02
 _FLAT_BYTES = 64 << 20  # allocators and Python's own caches breathe
@@ -89,7 +90,7 @@ async def soak(
     """
     templates, trace = soak_trace(point, minutes=options.minutes)
     draw = random.Random(point.seed)
-    vanish = [draw.uniform(0, _VANISH_WITHIN_S) if draw.random() < options.vanish_share else None for _ in trace]
+    vanish = [_vanish_s(draw) if draw.random() < options.vanish_share else None for _ in trace]
     before = await client.counts()
     memory: list[dict[str, float]] = []
     disturbed = DisturbanceCounts()
@@ -133,6 +134,10 @@ def soak_trace(point: Point, *, minutes: float) -> tuple[list[TraceRequest], lis
         dataclasses.replace(templates[i % len(templates)], arrival_s=request.arrival_s)
         for i, request in enumerate(drawn)
     ]
+
+
+def _vanish_s(draw: random.Random) -> float:
+    return math.exp(draw.uniform(*map(math.log, _VANISH_S)))
 
 
 async def _replay_templates(
