@@ -55,7 +55,7 @@ def test_a_refused_request_is_counted_and_shown():
 
 @pytest.mark.parametrize("depends_on_load", [False, True])
 def test_a_sample_is_run_again_alone_and_compared(depends_on_load: bool):
-    server = FakeServer(token_s=0.02, depends_on_load=depends_on_load)
+    server = FakeServer(token_s=0.008, depends_on_load=depends_on_load)
     row = asyncio.run(run_point(server, point(rate=60.0), RunOptions(num_checked=4)))
     assert row["agreement"]["sample"] == 4
     assert (row["agreement"]["equal"] == 4) is not depends_on_load

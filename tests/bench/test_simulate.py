@@ -28,6 +28,7 @@ def test_all_policies_get_the_same_requests_and_finish_them():
         assert row["output_tokens_per_s"] == pytest.approx(wanted / row["simulated_s"])
 
 
+@pytest.mark.slow
 def test_lag_loads_fewer_adapters_than_fifo_and_its_bound_keeps_the_longest_wait_short():
     fifo, endless, bounded = run(scheduler="fifo"), run(theta_s=math.inf), run(theta_s=0.3)
     assert endless["adapters_loaded"] < bounded["adapters_loaded"] < fifo["adapters_loaded"]

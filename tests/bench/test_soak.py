@@ -16,7 +16,7 @@ POINT = Point(engine=None, workload="skewed", rate=100.0, duration_s=1.0, config
 
 
 def run(server: FakeServer, **options: Any) -> dict[str, Any]:
-    settings = soak.SoakOptions(minutes=0.3 / 60, sample_s=0.05, are_outputs_exact=True, **options)
+    settings = soak.SoakOptions(minutes=0.2 / 60, sample_s=0.05, are_outputs_exact=True, **options)
     return asyncio.run(soak.soak(server, POINT, settings, engine=None))
 
 
@@ -35,6 +35,7 @@ def test_clients_that_vanish_leave_before_their_answers_end():
     assert result["completed"] + result["cancelled"] == result["requests"]
 
 
+@pytest.mark.slow
 def test_a_soak_notices_answers_that_depend_on_the_load():
     result = run(FakeServer(token_s=0.004, depends_on_load=True))
     assert any("answers differ from their requests' alone" in text for text in result["failures"])

@@ -174,7 +174,14 @@ def unused_room(scheduler: Scheduler, budget: int) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("policy", [Lag(math.inf), Random(0), LeastFirst()], ids=["lag", "random", "least-first"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(Lag(math.inf), id="lag"),
+        pytest.param(Random(0), id="random", marks=pytest.mark.slow),
+        pytest.param(LeastFirst(), id="least-first", marks=pytest.mark.slow),
+    ],
+)
 def test_no_request_waits_while_there_is_room_for_it(policy: Policy):
     """Nobody queues behind one that cannot run: not the base, nor who uses resident adapters, nor anyone who fits."""
 

@@ -99,7 +99,10 @@ def test_sgmv_takes_the_pallas_kernel(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["bmm", "copy_sgmv"])
-@each_mixes
+@pytest.mark.parametrize(
+    "mixes",
+    [pytest.param(mixes, marks=[] if mixes == "skewed" else pytest.mark.slow) for mixes in ALL_MIXES],
+)
 def test_a_baseline_takes_the_place_of_the_op_in_a_step(
     rng: np.random.Generator, implementation: Any, mixes: Mixes
 ) -> None:
