@@ -304,8 +304,8 @@ def draw(figure: Figure, path: Path) -> None:
       ImportError: If matplotlib is not installed.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure as Canvas
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyright: ignore[reportMissingImports]
+        from matplotlib.figure import Figure as Canvas  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError('figures need matplotlib: pip install "dymerge-jax[bench]"') from error
     canvas = Canvas(figsize=(5.2 * len(figure.panels), 4.4), dpi=120, layout="constrained")

@@ -74,11 +74,13 @@ def test_the_naive_loop_takes_one_adapter_after_another(h200: H200) -> None:
 @pytest.mark.parametrize("num_tokens", [32, 512])
 def test_the_baselines_of_a_step_compile_for_its_shapes(h200: H200, num_tokens: int) -> None:
     weights = jax.ShapeDtypeStruct((num_tokens, 1, 64), jnp.float32)
-    slots = ProjectionSlots(
-        a=jax.ShapeDtypeStruct((2, 64, 3 * 8, 512), jnp.bfloat16),
-        b=jax.ShapeDtypeStruct((2, 64, 8, 1024), jnp.bfloat16),
-        scale=jax.ShapeDtypeStruct((2, 64, 3), jnp.float32),
-        widths=(512, 256, 256),
+    slots = jax.eval_shape(
+        lambda: ProjectionSlots(
+            a=jnp.zeros((2, 64, 3 * 8, 512), jnp.bfloat16),
+            b=jnp.zeros((2, 64, 8, 1024), jnp.bfloat16),
+            scale=jnp.zeros((2, 64, 3)),
+            widths=(512, 256, 256),
+        )
     )
     x = jax.ShapeDtypeStruct((num_tokens, 512), jnp.bfloat16)
     base = jax.ShapeDtypeStruct((num_tokens, 1024), jnp.bfloat16)
