@@ -4,6 +4,11 @@
 #   decode   time per token of the engine's loop, 8B and 1B shapes, and prefill: 3 minutes
 #   step     the step's program alone with each kernel's share: 2 minutes
 #   kernels  maf_mvm beside the paper's baselines, batch 1-64, rank 4-64: 4 to 6 minutes
+#   load     open-loop serving at 8 and 16 requests/s, four workloads: 5 minutes; TRACES="a.json b.json" replays those
+#   rates    the highest rate that each of WORKLOADS="base single" sustains with TTFT p99 < 1 s: 2 minutes each
+#   sweep    FIGURES="10 13" of the paper, 2 to 8 minutes each, 9 an hour (QUICK=--quick takes fewer points, DURATION=8
+#            shorter ones); draw them anywhere: python -m serving.bench figures --from OUT/sweep.json OUT/maf_mvm.json
+#   soak     SOAK_MINUTES=30 of load at RATE=16 requests/s with clients that vanish
 #   tune     block sizes of lora_linear anew: 3 minutes a shape; writes OUT/h200.json, which is not used until it is
 #            committed as pallas_kernels/lora_linear/h200.json
 # Every part writes JSON into OUT and prints a table last. A part that fails does not keep the others from running.
@@ -25,10 +30,26 @@ for part in "$@"; do
       XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python3 -m serving.bench.step --profile --out "$out/step-8b.json" ;;
     kernels)
       python3 -m pallas_kernels.maf_mvm.bench --out "$out/maf_mvm.json" ;;
+    load)
+      work="--rates 8 16 --duration ${DURATION:-20}"
+      [ -z "${TRACES:-}" ] || work="--trace $TRACES"
+      # shellcheck disable=SC2086 (words)
+      XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python3 -m serving.bench $work --out "$out/load.json" ;;
+    rates)
+      # shellcheck disable=SC2086
+      XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python3 -m serving.bench --find-rate --rates 20 --duration 10 --drain 15 \
+        --workloads ${WORKLOADS:-base single skewed distinct} --out "$out/rates.json" ;;
+    sweep)
+      # shellcheck disable=SC2086
+      XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python3 -m serving.bench sweep --figure ${FIGURES:-10 12 13 15 table1} \
+        ${QUICK:-} --duration "${DURATION:-20}" --out "$out/sweep.json" ;;
+    soak)
+      XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python3 -m serving.bench --workloads skewed --rates "${RATE:-16}" \
+        --soak-minutes "${SOAK_MINUTES:-30}" --out "$out/soak.json" ;;
     tune)
       python3 -m pallas_kernels.lora_linear.tune --shape llama-3-8b llama-3.2-1b --out "$out/h200.json" ;;
     *)
-      echo "$part is unknown; the parts are tests, decode, step, kernels and tune" >&2
+      echo "$part is unknown; the parts are tests, decode, step, kernels, load, rates, sweep, soak and tune" >&2
       false ;;
   esac || status=1
 done

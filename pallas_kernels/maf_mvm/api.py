@@ -13,7 +13,7 @@ from pallas_kernels.segments import Segments
 
 __all__ = ["Implementation", "ProjectionSlots", "maf_mvm", "maf_swiglu", "swiglu"]
 
-Implementation = Literal["reference", "dense", "loop", "pallas_triton", "jax_triton"]
+Implementation = Literal["reference", "dense", "loop", "pallas_triton", "jax_triton", "bmm", "copy_sgmv"]
 
 
 def maf_mvm(
@@ -41,8 +41,8 @@ def maf_mvm(
       base: [num_tokens, out_features] output of the base projections, in the dtype of x or float32.
       layer: Layer of `slots` to use, a Python int or an int32 scalar; a traced one is not checked.
       implementation: "reference", "dense", "loop", "pallas_triton" (interpreted on a CPU) or "jax_triton" (GPU only,
-        optional packages). None picks "loop" on a CPU; elsewhere the first of "pallas_triton", "jax_triton" and "dense"
-        that is there and supports the shapes.
+        optional packages); or "bmm" and "copy_sgmv", what others do in its place (`baselines`). None picks "loop" on a
+        CPU; elsewhere the first of "pallas_triton", "jax_triton" and "dense" that is there and supports the shapes.
 
     Returns:
       [num_tokens, out_features] in the dtype of x, accumulated in float32.
@@ -127,6 +127,14 @@ def _run(
             from pallas_kernels.maf_mvm import jax_triton  # raises NotImplementedError where Triton cannot be used
 
             return jax_triton.maf_mvm(x, slots, segments, base, layer)
+        case "bmm":
+            from pallas_kernels.maf_mvm import baselines  # it calls this op, and is for benchmarks only
+
+            return baselines.bmm_of_step(x, slots, segments, base, layer)
+        case "copy_sgmv":
+            from pallas_kernels.maf_mvm import baselines
+
+            return baselines.copy_sgmv_of_step(x, slots, segments, base, layer)
         case _:
             known = ", ".join(repr(name) for name in get_args(Implementation))
             raise ValueError(f"implementation {implementation!r} is unknown; expected one of {known}")

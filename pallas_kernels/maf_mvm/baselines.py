@@ -19,6 +19,12 @@ from pallas_kernels.maf_mvm.slots import ProjectionSlots
 from pallas_kernels.pytree import pytree_dataclass
 from pallas_kernels.segments import Segments, build_segments
 
+MAX_COMPOSITES = 32
+"""Mixes of one step that `copy_sgmv_of_step` has room for."""
+
+COMPOSITE_MIX_SIZE = 3
+"""Slots of a mix that `copy_sgmv_of_step` has room for."""
+
 # Adapters of one iteration of the naive loop: XLA then replays a graph for each iteration, not a kernel at a time.
 _NAIVE_UNROLL = 8
 
@@ -206,7 +212,7 @@ def sgmv(
     base: Float[Array, "num_tokens out_features"],
     layer: Int[Array, ""],
     *,
-    implementation: Implementation,
+    implementation: Implementation | None,
 ) -> Float[Array, "num_tokens out_features"]:
     """Each token through its one composite: our own kernel, as fast an SGMV as we have."""
     return maf_mvm(x, copied, composites.segments, base, layer=layer, implementation=implementation)
@@ -220,12 +226,73 @@ def copy_sgmv(
     base: Float[Array, "num_tokens out_features"],
     layer: Int[Array, ""],
     *,
-    implementation: Implementation,
+    implementation: Implementation | None,
 ) -> Float[Array, "num_tokens out_features"]:
     """Copy+SGMV: merges every mix of the batch into a composite in memory, then one SGMV over the composites."""
     with jax.named_scope("copy"):
         copied = copy_composites(slots, composites, layer)
     return sgmv(x, copied, composites, base, jnp.int32(0), implementation=implementation)
+
+
+def bmm_of_step(
+    x: Float[Array, "num_tokens in_features"],
+    slots: ProjectionSlots,
+    segments: Segments,
+    base: Float[Array, "num_tokens out_features"],
+    layer: Int[Array, ""],
+) -> Float[Array, "num_tokens out_features"]:
+    """`bmm` with the signature of `maf_mvm`, in which the adapters of the batch are known on the device only.
+
+    Gathers as many slots as the segments promise at most, or all; all of those must hold finite values.
+    """
+    num_gathered = slots.num_slots
+    if segments.max_segments is not None and segments.num_tiles == 1:
+        num_gathered = min(num_gathered, segments.max_segments)
+    if num_gathered == slots.num_slots:
+        adapter_ids = jnp.arange(num_gathered, dtype=jnp.int32)
+    else:
+        adapter_ids = segments.slot_ids[0, :num_gathered]  # the used ones first; the others have weight 0
+    return bmm(x, slots, segments, base, adapter_ids, layer)
+
+
+def copy_sgmv_of_step(
+    x: Float[Array, "num_tokens in_features"],
+    slots: ProjectionSlots,
+    segments: Segments,
+    base: Float[Array, "num_tokens out_features"],
+    layer: Int[Array, ""],
+) -> Float[Array, "num_tokens out_features"]:
+    """`copy_sgmv` with the signature of `maf_mvm`: the mixes of the step are found on the device.
+
+    For steps of at most MAX_COMPOSITES different mixes of at most COMPOSITE_MIX_SIZE slots each, whatever the tokens;
+    of larger ones it drops the rest. Static mixes only. Shapes are fixed: a copy is made for each token, up to
+    MAX_COMPOSITES, though tokens of equal mix read one.
+    """
+    composites = composites_of_step(segments)
+    return copy_sgmv(x, slots, composites, base, layer, implementation=None)
+
+
+def composites_of_step(segments: Segments) -> Composites:
+    """The distinct mixes among the tokens of a step, see `copy_sgmv_of_step`; the unused composites have weight 0."""
+    weights = segments.weights[:, 0]
+    num_tokens, num_slots = weights.shape
+    num_composites, mix_size = min(num_tokens, MAX_COMPOSITES), min(num_slots, COMPOSITE_MIX_SIZE)
+    first = (weights[:, None] == weights[None]).all(-1).argmax(1)  # [num_tokens] first token of the same mix
+    is_first = (first == jnp.arange(num_tokens)) & (weights != 0).any(1)
+    composite_ids = (jnp.cumsum(is_first) - 1)[first]
+    (chosen,) = jnp.nonzero(is_first, size=num_composites, fill_value=num_tokens)
+    mixes = jnp.pad(weights, ((0, 1), (0, 0)))[chosen]
+    adapter_ids = lax.top_k(jnp.abs(mixes), mix_size)[1].astype(jnp.int32)
+    mix_weights = jnp.take_along_axis(mixes, adapter_ids, axis=1)
+    is_member = (composite_ids[:, None] == jnp.arange(num_composites)[None]) & (weights != 0).any(1)[:, None]
+    cells = is_member[:, :, None] & (mix_weights != 0)[None]
+    return Composites(
+        adapter_ids=adapter_ids,
+        weights=mix_weights,
+        segments=build_segments(
+            cells.reshape(num_tokens, 1, num_composites * mix_size).astype(jnp.float32), tile_size=segments.tile_size
+        ),
+    )
 
 
 def _matmul(subscripts: str, left: Array, right: Array) -> Array:

@@ -1,5 +1,6 @@
 """The bench's competitors compute the same op as maf_mvm; a comparison of speeds would mean nothing otherwise."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -94,4 +95,27 @@ def test_sgmv_takes_the_pallas_kernel(rng: np.random.Generator) -> None:
     case = make_case(rng, Problem(), mix_matrix(rng, "uniform", 7, 6))
     composites = composites_of(case)
     y = baselines.copy_sgmv(case.x, case.slots, composites, case.base, LAYER, implementation="pallas_triton")
+    assert_matches_reference(y, case, jnp.float32)
+
+
+@pytest.mark.parametrize("implementation", ["bmm", "copy_sgmv"])
+@pytest.mark.parametrize(
+    "mixes",
+    [pytest.param(mixes, marks=[] if mixes == "skewed" else pytest.mark.slow) for mixes in ALL_MIXES],
+)
+def test_a_baseline_takes_the_place_of_the_op_in_a_step(
+    rng: np.random.Generator, implementation: Any, mixes: Mixes
+) -> None:
+    weights = mix_matrix(rng, mixes, 7, 6)
+    weights[3] = 0  # a request of the base model
+    case = make_case(rng, Problem(), weights)
+    slots = jax.tree.map(jnp.nan_to_num, case.slots)  # a slot array starts as zeros
+    y = maf_mvm(case.x, slots, case.segments, case.base, layer=1, implementation=implementation)
+    assert_matches_reference(y, case, jnp.float32)
+
+
+def test_bmm_of_a_step_gathers_no_more_slots_than_are_promised(rng: np.random.Generator) -> None:
+    case = make_case(rng, Problem(), mix_matrix(rng, "identical", 7, 6))
+    segments = dataclasses.replace(case.segments, max_segments=2)  # the other four slots hold NaN
+    y = maf_mvm(case.x, case.slots, segments, case.base, layer=1, implementation="bmm")
     assert_matches_reference(y, case, jnp.float32)

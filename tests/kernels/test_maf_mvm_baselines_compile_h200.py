@@ -5,10 +5,12 @@ import re
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.maf_mvm import bench
+from pallas_kernels.maf_mvm import ProjectionSlots, baselines, bench, token_tile_size
 from pallas_kernels.maf_mvm.bench_cases import UNROLL, Problem, make_batch, make_site
+from pallas_kernels.segments import build_segments
 from tests.support.aot_h200 import H200, h200_target
 
 PROBLEM = Problem(
@@ -66,3 +68,33 @@ def test_the_naive_loop_takes_one_adapter_after_another(h200: H200) -> None:
     column = bench.kernel_columns([], "pallas_triton")["naive"]
     loops = kernels_of_the_innermost_loops(h200, column, 5)  # 15 adapters: an iteration of 8, then 7
     assert max(sum("gemm" in kernel for kernel in kernels) for kernels in loops) >= 8 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tokens", [32, 512])
+def test_the_baselines_of_a_step_compile_for_its_shapes(h200: H200, num_tokens: int) -> None:
+    weights = jax.ShapeDtypeStruct((num_tokens, 1, 64), jnp.float32)
+    slots = jax.eval_shape(
+        lambda: ProjectionSlots(
+            a=jnp.zeros((2, 64, 3 * 8, 512), jnp.bfloat16),
+            b=jnp.zeros((2, 64, 8, 1024), jnp.bfloat16),
+            scale=jnp.zeros((2, 64, 3)),
+            widths=(512, 256, 256),
+        )
+    )
+    x = jax.ShapeDtypeStruct((num_tokens, 512), jnp.bfloat16)
+    base = jax.ShapeDtypeStruct((num_tokens, 1024), jnp.bfloat16)
+
+    def copy_sgmv(x, slots, weights, base):
+        segments = build_segments(weights, tile_size=token_tile_size(num_tokens))
+        composites = baselines.composites_of_step(segments)
+        return baselines.copy_sgmv(x, slots, composites, base, jnp.int32(1), implementation="pallas_triton")
+
+    def bmm(x, slots, weights, base):
+        segments = build_segments(weights, tile_size=token_tile_size(num_tokens), max_segments=8)
+        return baselines.bmm_of_step(x, slots, segments, base, jnp.int32(1))
+
+    for run in (copy_sgmv, bmm):
+        text = h200.compile(run, x, slots, weights, base).as_text()
+        assert text is not None
+        assert ("pallas_call" in text) is (run is copy_sgmv)

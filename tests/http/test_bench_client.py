@@ -1,0 +1,109 @@
+"""The load benchmark as a client of a server: what it sends, and what it makes of the stream."""
+
+import asyncio
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.bench import load
+from serving.bench.clients import Clock, replay
+from serving.bench.http_client import MALFORMED, HttpClient
+from serving.bench.records import Record
+from serving.bench.workloads import TraceRequest, prompt_token_ids
+from tests.http.conftest import VOCAB, wait_until
+from tests.http.fake_engine import FakeEngine
+
+
+def send(url: str, request: TraceRequest) -> Record:
+    async def run() -> Record:
+        record = Record(3, 0.0, request.prompt_len)
+        async with contextlib.aclosing(HttpClient(url, vocab=VOCAB)) as client:
+            await client.connect()
+            await client.generate(request, record, Clock(), seed=5)
+        return record
+
+    return asyncio.run(run())
+
+
+def test_a_request_of_a_trace_arrives_as_it_was_meant(url: str, engine: FakeEngine):
+    record = send(url, TraceRequest(0.0, 6, 4, ((0, 0.5), (1, -0.25))))
+    (request,) = engine.added
+    assert request.prompt_token_ids == prompt_token_ids(3, 6, VOCAB, seed=5)
+    assert request.mix.entries == (("a", 0.5), ("b", -0.25))
+    assert (request.sampling.max_tokens, request.sampling.ignore_eos, request.sampling.is_greedy) == (4, True, True)
+    assert (record.is_done, record.num_tokens, len(record.text), record.error) == (True, 4, 4, None)
+    assert record.output_times_s == sorted(record.output_times_s)
+    assert 4 <= len(record.output_times_s) <= 5
+
+
+def test_a_gated_request_names_its_set(url: str, engine: FakeEngine):
+    assert send(url, TraceRequest(0.0, 6, 4, gated_set="moe")).is_done
+    assert engine.added[0].mix.gated_set == "moe"
+
+
+def test_what_the_server_refuses_is_in_the_record(url: str):
+    record = send(url, TraceRequest(0.0, 6, 4, ((3, 1.0),)))  # "huge" needs more slots than there are
+    assert record.error is not None
+    assert record.error.startswith("HTTP 400")
+    assert not record.is_done
+
+
+def test_a_client_that_vanishes_ends_its_request(url: str, engine: FakeEngine):
+    engine.step_s = 0.02
+
+    async def run() -> list[Record]:
+        async with contextlib.aclosing(HttpClient(url, vocab=VOCAB)) as client:
+            await client.connect()
+            records, _ = await replay(client, [TraceRequest(0.0, 4, 100)], drain_s=5, vanish=lambda position: 0.2)
+        return records
+
+    (record,) = asyncio.run(run())
+    assert record.is_cancelled
+    assert 0 < record.num_tokens < 100
+    wait_until(lambda: len(engine.aborted) == 1)
+
+
+def test_a_trace_with_more_adapters_than_the_server_has_is_refused(url: str):
+    with pytest.raises(ValueError, match=r"uses adapter 70, but the server names 6 models .*: a, b, c, huge"):
+        send(url, TraceRequest(0.0, 6, 4, ((70, 1.0),)))
+
+
+def test_every_malformed_request_is_refused(client: Any):
+    for body in MALFORMED:
+        response = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        assert 400 <= response.status_code < 500, body
+
+
+def test_the_command_measures_a_server(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "result.json"
+    flags = ["--url", url, "--vocab", str(VOCAB), "--workloads", "base", "single", "--longest", "8"]
+    assert load.main([*flags, "--rates", "40", "--duration", "0.2", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["workload"], r["completed"] == r["requests"] > 0) for r in rows] == [("base", True), ("single", True)]
+    assert all(row["agreement"]["equal"] == row["agreement"]["sample"] > 0 for row in rows)
+    assert "over HTTP" in capsys.readouterr().out
+
+
+def test_no_server_is_said_at_once(capsys: pytest.CaptureFixture[str]):
+    start_s = time.monotonic()
+    assert load.main(["--url", "http://127.0.0.1:9"]) == 1
+    assert "expected a running server of OpenAI's API" in capsys.readouterr().err
+    assert time.monotonic() - start_s < 5
+
+
+@pytest.mark.slow
+def test_a_soak_of_a_server_sends_it_malformed_requests(url: str, tmp_path: Path):
+    out = tmp_path / "soak.json"
+    flags = ["--url", url, "--vocab", str(VOCAB), "--workloads", "base", "--longest", "16", "--rates", "20"]
+    assert load.main([*flags, "--soak-minutes", "0.05", "--soak-vanish", "0.3", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())["soak"]
+    assert result["failures"] == []
+    assert result["malformed_sent"] >= 5
+    # A server that cannot load adapters is told of.
+    flags += ["--churn-adapter", str(tmp_path), "--out", str(out)]
+    assert load.main([*flags, "--soak-minutes", "0.02"]) == 1
+    assert any("/v1/load_lora_adapter gave HTTP" in text for text in json.loads(out.read_text())["soak"]["failures"])
