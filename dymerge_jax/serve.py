@@ -29,6 +29,7 @@ logger = logging.getLogger("dymerge_jax.serve")
 
 DEMO = "demo"
 API_KEY_VARIABLE = "DYMERGE_API_KEY"
+ADMIN_API_KEY_VARIABLE = "DYMERGE_ADMIN_API_KEY"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _EXAMPLES = """examples:
   python -m dymerge_jax.serve
@@ -88,8 +89,9 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     from checkpoints.gated_set import load_gated_sets
     from checkpoints.peft_adapter import collect_adapters
     from dymerge_jax.demo import demo_adapters
+    from serving.admin import adapter_entry, read_mixes
     from serving.engine import build_engine
-    from serving.mixes import AdapterEntry, GatedSetEntry, ModelRegistry, check_names
+    from serving.mixes import GatedSetEntry, ModelRegistry, check_names
 
     is_demo = options.model == DEMO
     if config.dtype is None and is_demo:
@@ -102,13 +104,15 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     folders = options.gated_sets or []
     gated_sets, adapters = load_gated_sets(folders, loaded.config, adapters)
     base_name = options.served_model_name or loaded.name
-    check_names([base_name, *(name for name, _ in adapters), *(s.name for s in gated_sets)])  # before compiling
+    mixes = read_mixes(Path(options.mixes)) if options.mixes else {}
+    check_names([base_name, *(name for name, _ in adapters), *(s.name for s in gated_sets), *mixes])  # before compiling
     engine = build_engine(loaded, adapters, gated_sets, config)
     registry = ModelRegistry(
         base_name,
         options.model,
-        [AdapterEntry(name, str(path), engine.store.num_slots(name)) for name, path in adapters],
+        [adapter_entry(adapter) for adapter in engine.store.adapters],
         [GatedSetEntry(s.name, s.experts, folder) for s, folder in zip(gated_sets, folders, strict=True)],
+        mixes,
         num_slots=config.adapter_slots,
         slot_rank=config.slot_rank,
     )
@@ -136,12 +140,15 @@ def run(
     from serving.async_engine import AsyncEngine
     from serving.metrics import CONTENT_TYPE
     from serving.prompts import PromptEncoder
+    from serving.queue_bound import QueueBound
     from serving.server import Server, create_app
 
     encoder = PromptEncoder(loaded.tokenizer, vocab=loaded.config.vocab, max_model_len=engine.max_model_len)
-    async_engine = AsyncEngine(engine)
+    metrics = engine.metrics
+    queue_bound = QueueBound(server_config.max_waiting, lambda count: metrics.observe_refused("queue_full", count))
+    async_engine = AsyncEngine(engine, queue_bound)
     app = create_app(
-        async_engine, registry, encoder, lambda: (engine.metrics.render(), CONTENT_TYPE), server_config
+        async_engine, registry, encoder, lambda: (metrics.render(), CONTENT_TYPE), server_config, metrics
     )  # fmt: skip
     port = bound.getsockname()[1]
 
@@ -216,7 +223,16 @@ def make_server_config(options: argparse.Namespace) -> "ServerConfig":
     from serving.server import ServerConfig
 
     key = os.environ.get(API_KEY_VARIABLE) if options.api_key is None else options.api_key
-    return ServerConfig(host=options.host, port=options.port, api_key=key, drain_s=options.drain_s)
+    admin_key = os.environ.get(ADMIN_API_KEY_VARIABLE) if options.admin_api_key is None else options.admin_api_key
+    return ServerConfig(
+        host=options.host,
+        port=options.port,
+        api_key=key,
+        admin_api_key=admin_key,
+        adapter_roots=tuple(options.adapter_root or ()),
+        max_waiting=options.max_waiting,
+        drain_s=options.drain_s,
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -255,6 +271,19 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="FOLDER",
         help="a folder with gated_set.json and gate.safetensors; may be repeated (default: none)",
+    )
+    group.add_argument(
+        "--mixes",
+        metavar="FILE",
+        help='a JSON file of named mixes, {"legal-french": {"legal": 0.7, "french": 0.3}}, each of which requests may '
+        "give as model (default: none)",
+    )
+    group.add_argument(
+        "--adapter-root",
+        action="append",
+        metavar="FOLDER",
+        help="allow /v1/load_lora_adapter to load adapters below this folder; may be repeated (default: none, loading "
+        "over HTTP is refused)",
     )
     group.add_argument(
         "--served-model-name", metavar="NAME", help="what requests call the base model (default: its folder's name)"
@@ -311,6 +340,21 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help=f"ask for this key on every route but /health; also read from {API_KEY_VARIABLE}, which other users of "
         "the machine cannot see (default: no key)",
+    )
+    group.add_argument(
+        "--admin-api-key",
+        metavar="KEY",
+        help="ask for this key on the routes that change the server (loading and unloading adapters, mixes); it opens "
+        f"all others too; also read from {ADMIN_API_KEY_VARIABLE} (default: the key of --api-key; without that, these "
+        "routes answer only to clients on this machine that call it by a loopback address)",
+    )
+    group.add_argument(
+        "--max-waiting",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="requests that may wait for their first token; more are refused with 429 and Retry-After (default: "
+        "%(default)s)",
     )
     group.add_argument(
         "--drain-s",

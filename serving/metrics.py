@@ -1,12 +1,14 @@
 """Prometheus metrics of one engine, in a registry of their own.
 
 Cardinality: the label `adapter` takes the names of at most `max_adapter_labels` adapters; all others are counted
-together under OTHER_ADAPTERS. Mixes are never a label: a request counts once for each of its adapters, and requests on
-the base model count for none. Names may hold any character; the exposition format escapes them.
+together under OTHER_ADAPTERS, and an adapter's series ends when it is unloaded. Mixes are never a label: a request
+counts once for each of its adapters, and requests on the base model count for none. Names may hold any character; the
+exposition format escapes them.
 """
 
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -63,6 +65,9 @@ class Metrics:
         self._adapter_requests = Counter(
             "dymerge_adapter_requests_total", "Requests taken in that use an adapter.", ["adapter"], registry=registry
         )
+        self._refused = Counter(
+            "dymerge_requests_refused_total", "Requests and loads answered with 429.", ["reason"], registry=registry
+        )
         self._loads = Counter("dymerge_adapter_loads_total", "Adapters copied into slots.", registry=registry)
         self._preemptions = Counter(
             "dymerge_preemptions_total", "Requests that lost their KV blocks to older ones.", registry=registry
@@ -79,7 +84,11 @@ class Metrics:
         """A request was taken in."""
         self._prompt_tokens.inc(request.num_prompt_tokens)
         for adapter_id in request.adapters:
-            self._adapter_requests.labels(adapter=self._label(adapter_id)).inc()
+            self._adapter_requests.labels(adapter=self._label(_name(adapter_id))).inc()
+
+    def observe_refused(self, reason: Literal["queue_full", "lora_load_busy"], count: int = 1) -> None:
+        """Requests, or a load, were told to come back later. Called by any thread."""
+        self._refused.labels(reason=reason).inc(count)
 
     def observe_ttft(self, request: Request, now_s: float) -> None:
         """The first token of a request went out at `now_s`, on the clock of its arrival."""
@@ -117,12 +126,23 @@ class Metrics:
         """All metrics in Prometheus' text format, of type CONTENT_TYPE."""
         return generate_latest(self._registry)
 
-    def _label(self, adapter_id: str) -> str:
+    def forget_adapter(self, name: str) -> None:
+        """An adapter was unloaded: its series ends, and its label's place is free for another one."""
+        if name in self._labels:
+            self._labels.remove(name)
+            self._adapter_requests.remove(name)
+
+    def _label(self, name: str) -> str:
         """The adapter's own label value if it is among the first to need one."""
-        if adapter_id not in self._labels and len(self._labels) >= self._max_adapter_labels:
+        if name not in self._labels and len(self._labels) >= self._max_adapter_labels:
             return OTHER_ADAPTERS
-        self._labels.add(adapter_id)
-        return adapter_id
+        self._labels.add(name)
+        return name
+
+
+def _name(adapter_id: str) -> str:
+    """The name in an adapter's id, "name@hash": a replaced adapter goes on in the series of its name."""
+    return adapter_id.rpartition("@")[0] or adapter_id
 
 
 class _Queues:
@@ -146,12 +166,12 @@ class _Queues:
                 f"Requests that are {phase} and use an adapter.",
                 labels=["adapter"],
             )
-            for adapter_id, count in self._tally(requests):
-                gauge.add_metric([adapter_id], count)
+            for name, count in self._tally(requests):
+                gauge.add_metric([name], count)
             yield gauge
 
     def _tally(self, requests: Iterable[Request]) -> list[tuple[str, int]]:
         """Requests by adapter, most used first; those beyond the limit of labels are added up."""
-        tally = Tally(adapter_id for request in requests for adapter_id in request.adapters).most_common()
+        tally = Tally(_name(adapter_id) for request in requests for adapter_id in request.adapters).most_common()
         shown, others = tally[: self._max_adapter_labels], tally[self._max_adapter_labels :]
         return [*shown, (OTHER_ADAPTERS, sum(count for _, count in others))] if others else shown

@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from serving.errors import EngineError, ServingError, UnavailableError
+from fastapi.responses import JSONResponse
+
+from serving.errors import EngineError, OverloadedError, ServingError, UnauthorizedError, UnavailableError
 from serving.prompts import PromptEncoder
 from serving.request import FinishReason, RequestOutput, TokenLogprob
 
@@ -22,6 +24,16 @@ def event(content: dict[str, Any]) -> bytes:
 def error_content(error: ServingError) -> dict[str, Any]:
     """The body of an error answer."""
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def error_response(error: ServingError) -> JSONResponse:
+    """An error as an answer, with the headers that its status asks for."""
+    headers = {}
+    if isinstance(error, UnauthorizedError):
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, OverloadedError):
+        headers["retry-after"] = str(error.retry_after_s)
+    return JSONResponse(error_content(error), error.status, headers)
 
 
 def usage(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]:

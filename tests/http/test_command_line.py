@@ -19,9 +19,9 @@ import pytest
 from dymerge_jax.config import named_config
 from dymerge_jax.serve import engine_config, main, make_parser, make_server_config, welcome
 from serving.config import EngineConfig
-from serving.mixes import AdapterEntry, GatedSetEntry, ModelRegistry
+from serving.mixes import GatedSetEntry, ModelRegistry
 from serving.server import ServerConfig
-from tests.http.conftest import wait_until
+from tests.http.conftest import make_entry, wait_until
 from tests.support.tiny_checkpoints import write_adapter, write_tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +133,7 @@ def test_every_flag_tells_its_default() -> None:
 
 def test_names_that_collide_or_experts_that_are_missing_are_refused() -> None:
     def registry(base: str, adapters: list[str], gated: dict[str, tuple[str, ...]]) -> ModelRegistry:
-        entries = [AdapterEntry(name, name, 1) for name in adapters]
+        entries = [make_entry(name) for name in adapters]
         sets = [GatedSetEntry(name, experts, name) for name, experts in gated.items()]
         return ModelRegistry(base, base, entries, sets, num_slots=4, slot_rank=8)
 
@@ -146,7 +146,7 @@ def test_names_that_collide_or_experts_that_are_missing_are_refused() -> None:
 
 
 def test_the_welcome_shows_a_request_that_names_real_adapters() -> None:
-    adapters = [AdapterEntry(name, name, 1) for name in ("echo", "reverse", "sign")]
+    adapters = [make_entry(name) for name in ("echo", "reverse", "sign")]
     registry = ModelRegistry("demo", "demo", adapters, [], num_slots=64, slot_rank=8)
     text = welcome(registry, ServerConfig(host="0.0.0.0", api_key="secret"), 8000, has_chat=True)
     assert "http://127.0.0.1:8000/v1/chat/completions" in text
