@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Protocol
 
 from serving.errors import EngineError, OverloadedError, ServingError, UnavailableError
@@ -31,6 +31,11 @@ class SynchronousEngine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+    @property
+    def is_waiting_for_adapters(self) -> bool: ...  # a step would do nothing
+
+    def on_adapter_news(self, listener: Callable[[], None]) -> None: ...  # called when that may have changed
 
 
 class Generation:
@@ -90,6 +95,7 @@ class AsyncEngine:
     def start(self) -> None:
         """Starts the thread; called once, on the event loop that takes the outputs."""
         self._loop = asyncio.get_running_loop()
+        self.engine.on_adapter_news(self._wake)
         self._thread.start()
 
     @property
@@ -173,6 +179,10 @@ class AsyncEngine:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify()
+
     def _send(self, command: tuple[Generation, Sequence[Request]] | str) -> None:
         with self._condition:
             self._inbox.append(command)
@@ -212,7 +222,8 @@ class AsyncEngine:
 
     @property
     def _can_step(self) -> bool:
-        return self._failure is None and self.engine.has_work
+        engine = self.engine
+        return self._failure is None and engine.has_work and not engine.is_waiting_for_adapters
 
     def _apply(self, command: tuple[Generation, Sequence[Request]] | str, running: set[str]) -> None:
         if isinstance(command, str):

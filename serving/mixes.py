@@ -19,11 +19,17 @@ class AdapterEntry:
       name: what a request calls it.
       root: the folder it came from, shown by /v1/models.
       num_slots: slots it fills on the device.
+      adapter_id: what the engine calls it; None is its name.
     """
 
     name: str
     root: str
     num_slots: int
+    adapter_id: str | None = None
+
+    @property
+    def id(self) -> str:
+        return self.name if self.adapter_id is None else self.adapter_id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +134,7 @@ class ModelRegistry:
     def adapters_of(self, mix: Mix) -> tuple[str, ...]:
         """Every adapter that must be on the device for `mix`, each once."""
         if mix.gated_set is not None:
-            return tuple(dict.fromkeys(self.gated_sets[mix.gated_set].experts))
+            return tuple(dict.fromkeys(self.adapters[name].id for name in self.gated_sets[mix.gated_set].experts))
         return mix.adapters
 
     def cards(self, created: int, max_model_len: int) -> list[dict[str, Any]]:
@@ -181,9 +187,8 @@ class ModelRegistry:
                 raise UnknownModelError(
                     f"The adapter {name!r} in {param} does not exist; GET /v1/models lists those that do.", param=param
                 )
-        mix = Mix(tuple(weights.items()))
-        self._check_slots(mix.adapters, "the mix", param)
-        return mix
+        self._check_slots([name for name, weight in weights.items() if weight != 0], "the mix", param)
+        return Mix(tuple((self.adapters[name].id, weight) for name, weight in weights.items()))
 
     def _check_slots(self, names: Collection[str], what: str, param: str) -> None:
         needed = {name: self.adapters[name].num_slots for name in names}

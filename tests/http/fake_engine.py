@@ -3,6 +3,7 @@
 import hashlib
 import threading
 import time
+from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerFast
 
@@ -34,6 +35,11 @@ class FakeEngine:
     @property
     def has_work(self) -> bool:
         return bool(self.held)
+
+    is_waiting_for_adapters = False
+
+    def on_adapter_news(self, listener: Callable[[], None]) -> None:
+        """It never waits for adapters."""
 
     def add_request(self, request: Request) -> None:
         self.threads.add(threading.get_ident())
