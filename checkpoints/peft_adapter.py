@@ -9,7 +9,7 @@ and the log says so; saved token embeddings refuse the adapter, even if they equ
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -137,7 +137,7 @@ def _read_config(path: Path) -> bytes:
 
 
 def _checked_projections(
-    path: Path, config: LlamaConfig, config_bytes: bytes, header: Mapping[str, TensorInfo], max_rank: int | None
+    path: Path, config: LlamaConfig, config_bytes: bytes, header: dict[str, TensorInfo], max_rank: int | None
 ) -> dict[Site, ProjectionSource]:
     """All checks that need no tensor data; every problem of config and header goes into one error."""
     lora, problems = read_lora_config(parse_json(path / CONFIG_FILE, config_bytes))

@@ -191,6 +191,7 @@ def _copy(source: np.ndarray, target: np.ndarray) -> None:
 
 
 _Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+"""Shapes of A, B and scale by group, without the slot axis."""
 
 
 def _parts(content: SlotContent, shapes: _Shapes) -> dict[str, tuple[Any, Any, Any]]:
@@ -198,7 +199,7 @@ def _parts(content: SlotContent, shapes: _Shapes) -> dict[str, tuple[Any, Any, A
 
     Args:
       content: one slot's.
-      shapes: of A, B and scale by group, without the slot axis.
+      shapes: of the parts.
     """
     parts, start, scale_start = {}, 0, 0
     for name, (a_shape, b_shape, scale_shape) in sorted(shapes.items()):  # jit sorts dictionaries, too
@@ -213,17 +214,17 @@ def _parts(content: SlotContent, shapes: _Shapes) -> dict[str, tuple[Any, Any, A
     return parts
 
 
-def _without_slot_axis(slots: SlotArray) -> _Shapes:
-    return {
-        name: tuple((x.shape[0], *x.shape[2:]) for x in (g.a, g.b, g.scale))
-        for name, g in slots.groups.items()
-    }  # fmt: skip
+def _slot_shapes(slots: SlotArray) -> _Shapes:
+    def without_slots(array: Array) -> tuple[int, ...]:
+        return (array.shape[0], *array.shape[2:])
+
+    return {name: (without_slots(g.a), without_slots(g.b), without_slots(g.scale)) for name, g in slots.groups.items()}
 
 
 @functools.partial(jax.jit, donate_argnames="slots")
 def _write(slots: SlotArray, slot_id: Int[Array, ""], content: SlotContent) -> SlotArray:
     groups = {}
-    for name, (a, b, scale) in _parts(content, _without_slot_axis(slots)).items():
+    for name, (a, b, scale) in _parts(content, _slot_shapes(slots)).items():
         g = slots.groups[name]
         groups[name] = dataclasses.replace(
             g, a=g.a.at[:, slot_id].set(a), b=g.b.at[:, slot_id].set(b), scale=g.scale.at[:, slot_id].set(scale)

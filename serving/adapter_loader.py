@@ -34,6 +34,14 @@ class InlineExecutor(concurrent.futures.Executor):
         return future
 
 
+def thread_pools() -> dict[str, concurrent.futures.Executor]:
+    """Threads for an `AdapterLoader` beside a server's engine."""
+    return {
+        "readers": concurrent.futures.ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="adapter-read"),
+        "copiers": concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="adapter-copy"),
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class _Job:
     """An adapter on its way to the host or to the device."""
@@ -49,21 +57,29 @@ class AdapterLoader:
     wanted any more, until a wanted one needs the room. In the host tier it owns its bytes from the start of its read.
     """
 
-    def __init__(self, store: AdapterStore, *, staging_slots: int = STAGING_SLOTS, is_background: bool = False) -> None:
+    def __init__(
+        self,
+        store: AdapterStore,
+        *,
+        staging_slots: int = STAGING_SLOTS,
+        readers: concurrent.futures.Executor | None = None,
+        copiers: concurrent.futures.Executor | None = None,
+        copy: Callable[[AdapterContents], AdapterContents] | None = None,
+    ) -> None:
         """Nothing is staged.
 
         Args:
           store: what can be loaded, and the host tier.
           staging_slots: size of the staging area in slots; an adapter that has more gets what it needs.
-          is_background: load in threads; else `update` returns when all is done that it began.
+          readers, copiers: run the jobs: two, so that a copy of a millisecond never queues behind a read of fifty.
+            None runs each when it begins: `update` returns when all is done that it began.
+          copy: from the host to the device; None is `to_device`.
         """
         self._store = store
         self._staging_slots = staging_slots
-        self._read_pool: concurrent.futures.Executor = InlineExecutor()
-        self._copy_pool: concurrent.futures.Executor = InlineExecutor()
-        if is_background:  # two, so that a copy of a millisecond never queues behind a read of fifty
-            self._read_pool = concurrent.futures.ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="adapter-read")
-            self._copy_pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="adapter-copy")
+        self._readers = readers or InlineExecutor()
+        self._copiers = copiers or InlineExecutor()
+        self._to_device = copy or to_device
         self._reads: dict[str, _Job] = {}
         self._copies: dict[str, _Job] = {}
         self._staged: dict[str, AdapterContents] = {}  # longest there first
@@ -96,7 +112,7 @@ class AdapterLoader:
 
     @property
     def is_waiting(self) -> bool:
-        """True while jobs run of which none has ended since the last `update`."""
+        """True while jobs run of which none has ended since the last `collect`."""
         return bool(self._reads or self._copies) and not self._news.is_set()
 
     def wait(self, timeout_s: float) -> None:
@@ -108,24 +124,28 @@ class AdapterLoader:
         """Has `listener` called, by whatever thread, whenever a job has ended."""
         self._listener = listener
 
+    def collect(self) -> dict[str, str]:
+        """Takes what has been loaded; to be called before a step is planned.
+
+        Returns:
+          Why adapters could not be loaded, by id, since the last call; each may be tried again.
+        """
+        self._news.clear()
+        self._take_results()
+        failures, self._failures = self._failures, {}
+        return failures
+
     def update(self, wanted: Sequence[str], in_use: Container[str] = ()) -> None:
-        """Takes what has been loaded, and loads what is wanted.
+        """Begins to load what is wanted; to be called after a step was planned, which has used what it could.
 
         Args:
           wanted: adapters that are not in slots, the most urgent first. As many as the staging area holds are staged;
             the others are read to the host as far as there is room.
           in_use: adapters of running requests, which leave the host tier after others.
         """
-        self._news.clear()
-        self._collect()
         self._dropped.difference_update(wanted)
         while self._submit(wanted, in_use):
             pass
-
-    def take_failures(self) -> dict[str, str]:
-        """Why adapters could not be loaded, by id, since the last call; each may be tried again."""
-        failures, self._failures = self._failures, {}
-        return failures
 
     def take(self, adapter_id: str) -> AdapterContents:
         """The staged contents of an adapter, which leave the staging area."""
@@ -178,7 +198,7 @@ class AdapterLoader:
                 self._read(adapter_id, wanted, in_use, before=to_stage[:index] if index < len(to_stage) else None)
             elif index < len(to_stage) and self._free_staging(self._store.num_slots(adapter_id), to_stage):
                 self._copy(adapter_id)
-        return self._collect()
+        return self._take_results()
 
     def _read(
         self, adapter_id: str, wanted: Sequence[str], in_use: Container[str], before: Sequence[str] | None
@@ -201,13 +221,13 @@ class AdapterLoader:
             has_room = host.reserve(adapter_id, adapter.num_bytes, keep={*urgent, *self._copies})
         if has_room:
             self.num_reads += 1
-            self._reads[adapter_id] = self._begin(adapter, self._read_pool, self._store.read_again, adapter)
+            self._reads[adapter_id] = self._begin(adapter, self._readers, self._store.read_again, adapter)
 
     def _copy(self, adapter_id: str) -> None:
         contents = self._store.host.get(adapter_id)
         assert contents is not None
         adapter = self._store.known(adapter_id)
-        self._copies[adapter_id] = self._begin(adapter, self._copy_pool, to_device, contents)
+        self._copies[adapter_id] = self._begin(adapter, self._copiers, self._to_device, contents)
 
     def _begin[**P](
         self,
@@ -234,7 +254,7 @@ class AdapterLoader:
             del self._staged[adapter_id]
         return self._num_slots + num_slots <= self.max_slots
 
-    def _collect(self) -> bool:
+    def _take_results(self) -> bool:
         """Takes the results of jobs that have ended; True if there were any."""
         reads = [job for job in self._reads.values() if job.future.done()]
         copies = [job for job in self._copies.values() if job.future.done()]
@@ -263,9 +283,8 @@ class AdapterLoader:
 
 def to_device(contents: AdapterContents) -> AdapterContents:
     """Copies contents to the device and waits until they are there, which only a thread beside the engine's may do."""
-    in_pinned = isinstance(contents[0].values, jax.Array)
-    place = None
-    if in_pinned:
-        (device,) = contents[0].values.devices()
+    values, place = contents[0].values, None
+    if isinstance(values, jax.Array):  # in pinned memory
+        (device,) = values.devices()
         place = jax.sharding.SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
     return jax.block_until_ready(jax.device_put(contents, place))

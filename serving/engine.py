@@ -32,7 +32,7 @@ from dymerge_jax.lora import empty_content, empty_slots, slot_bytes, write_slot
 from dymerge_jax.model import Implementations, SplitModel, model_from_params
 from dymerge_jax.sampling import SampledTokens
 from dymerge_jax.step import StepTables
-from serving.adapter_loader import STAGING_SLOTS, AdapterLoader, to_device
+from serving.adapter_loader import STAGING_SLOTS, AdapterLoader, thread_pools, to_device
 from serving.adapter_store import AdapterStore, StoredAdapter, adapter_name, not_loaded
 from serving.batch import Bucket, Buckets, RowTables, build_batch
 from serving.block_pool import BlockPool
@@ -50,7 +50,7 @@ from serving.slot_cache import SlotCache
 logger = logging.getLogger(__name__)
 
 _CPU_CACHE_BYTES = 1 << 30  # KV memory without a device that says how much it has
-_LOOK_AHEAD = 32  # waiting requests whose adapters are loaded before there is room to run them
+_LOOK_AHEAD = 32  # adapters that are loaded for waiting requests before there is room to run these
 _MAX_SLOT_WRITES = 8  # of a step beside others: 0.2 ms of an H200, and no more than that of the host
 _MAX_WAIT_S = 0.1  # of a step that has nothing to run, for an adapter
 _SPARE_FRACTION = 0.08  # of an accelerator's memory, for the step's temporaries and the compiler
@@ -126,7 +126,8 @@ class Engine:
         num_slots = self._slots.num_slots
         self._gates = build_gate_array(model.config, self.gated_sets, num_slots=num_slots)
         num_staging_slots = min(STAGING_SLOTS, config.adapter_slots)
-        self.loader = AdapterLoader(store, staging_slots=num_staging_slots, is_background=loads_in_background)
+        pools = thread_pools() if loads_in_background else {}
+        self.loader = AdapterLoader(store, staging_slots=num_staging_slots, **pools)
         num_blocks = config.num_blocks or _blocks_that_fit(model, config, num_staging_slots)
         self.max_model_len = _max_model_len(model, config, num_blocks)
         blocks_per_seq = -(-self.max_model_len // config.block_size)
@@ -209,7 +210,7 @@ class Engine:
         for adapter_id in request.adapters:
             if adapter_id not in self.store:
                 raise not_loaded(adapter_id)
-        tiers = [self.adapter_status(adapter_id) for adapter_id in request.adapters]
+        tiers: list[Tier] = [self.adapter_status(adapter_id) for adapter_id in request.adapters]
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(
@@ -321,7 +322,10 @@ class Engine:
             self.loader.wait(_MAX_WAIT_S)
         plan = None
         try:
-            outputs = self._load_ahead()
+            outputs = self._take_loaded()
+            if self._in_flight is None and not self.scheduler.num_running:
+                self._load_ahead()  # nothing runs beside it: what is loaded at once is of use in this step
+                outputs += self._take_loaded()
             plan = self.scheduler.plan(self._clock())
             outputs += self._carry_out(plan)
         except Exception:
@@ -332,12 +336,15 @@ class Engine:
             self.check_integrity()
         return outputs
 
-    def _load_ahead(self) -> list[RequestOutput]:
-        """Has adapters brought to the device for waiting requests; ends those for which that has failed."""
+    def _load_ahead(self) -> None:
+        """Has adapters brought to the device for the waiting requests that the next steps may admit."""
         wanted = self.scheduler.wanted_adapters(self._clock(), _LOOK_AHEAD)
         self.loader.update(wanted, in_use=self.slot_cache.pinned)
+
+    def _take_loaded(self) -> list[RequestOutput]:
+        """Takes adapters that have come to the device; ends the requests for which that has failed."""
         outputs = []
-        for adapter_id, error in self.loader.take_failures().items():
+        for adapter_id, error in self.loader.collect().items():
             self.metrics.observe_load_failure()
             for request in self.scheduler.waiting_for(adapter_id):
                 self.scheduler.finish(request, FinishReason.ERROR)
@@ -351,6 +358,7 @@ class Engine:
         if not plan.is_empty:
             dispatched = self._dispatch(plan)
             self.scheduler.on_dispatched(plan)
+        self._load_ahead()  # while the device runs
         before, self._in_flight = self._in_flight, dispatched
         self._is_idle = before is None and plan.is_empty and not plan.loads
         return self._commit(before) if before is not None else []
@@ -473,7 +481,7 @@ class Engine:
         self._num_reads = self.loader.num_reads
 
     def check_integrity(self) -> None:
-        """Checks that every row, block, slot, pin and byte has exactly one owner, and that what is retired is in use."""
+        """Checks that every row, block, slot, pin and byte has one owner, and that what is retired is in use."""
         self.scheduler.check_integrity()
         self.store.check_integrity()
         self.loader.check_integrity()

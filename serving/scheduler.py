@@ -242,12 +242,12 @@ class Scheduler:
             self._admit(draft, now_s)
         return StepPlan(tuple(draft.chunks.values()), tuple(draft.loads), tuple(draft.preempted))
 
-    def wanted_adapters(self, now_s: float, num_requests: int) -> list[str]:
+    def wanted_adapters(self, now_s: float, look_ahead: int) -> list[str]:
         """Adapters without slots of waiting requests, in the order in which the policy would take these.
 
         Args:
           now_s: as for `plan`.
-          num_requests: how far to look ahead.
+          look_ahead: how many to find, those of the last request included whole; and how many requests to look at.
         """
         resident = self.slot_cache.resident
         if self._waiting.adapters <= resident:
@@ -255,9 +255,12 @@ class Scheduler:
         waiting = self._waiting.snapshot()
         is_lacking = waiting.count_adapters_outside(resident).values() > 0
         order = self.policy.order(waiting, resident, lambda: is_lacking, now_s)
-        ahead = itertools.islice(order, num_requests)
-        wanted = (adapter_id for request in ahead for adapter_id in request.adapters if adapter_id not in resident)
-        return list(dict.fromkeys(wanted))
+        wanted: dict[str, None] = {}
+        for request in itertools.islice(order, look_ahead):
+            wanted |= dict.fromkeys(adapter_id for adapter_id in request.adapters if adapter_id not in resident)
+            if len(wanted) >= look_ahead:
+                break
+        return list(wanted)
 
     def waiting_for(self, adapter_id: str) -> list[Request]:
         """Waiting requests that use the adapter, by arrival."""
@@ -615,7 +618,7 @@ class _Fitting:
         self._at_hand.update(resident, staging.staged)
         num_not_at_hand = self._not_at_hand.values()
         if self._most_slots is None:
-            self._most_slots = waiting.count_slots_outside(frozenset()).values().max(initial=0)
+            self._most_slots = int(waiting.count_slots_outside(frozenset()).values().max(initial=0))
         if self._most_slots <= staging.max_slots:
             return num_not_at_hand == 0
         is_too_large = waiting.count_slots_outside(resident).values() > staging.max_slots
