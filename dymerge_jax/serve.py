@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
-from serving.config import DTypeName, EngineConfig, SchedulerName
+from serving.config import DTypeName, EngineConfig, SchedulerName, parse_bytes
 
 if TYPE_CHECKING:  # what needs jax or transformers is imported once the flags are known to be right
     from checkpoints.loaded_model import LoadedModel
@@ -300,7 +300,9 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
 
-    def add(flag: str, field: str, kind: type, metavar: str, text: str, default: str = "%(default)s") -> None:
+    def add(
+        flag: str, field: str, kind: Callable[[str], object], metavar: str, text: str, default: str = "%(default)s"
+    ) -> None:
         group.add_argument(
             flag,
             dest=field,
@@ -312,6 +314,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
     add("--adapter-slots", "adapter_slots", int, "N", "slots of the device's adapter array; 0 serves the base only")
     add("--slot-rank", "slot_rank", int, "N", "rank rows of a slot; an adapter of rank r takes ceil(r / N) slots")
+    add(
+        "--adapter-host-bytes", "adapter_host_bytes", _size, "SIZE",
+        "host memory for adapters that are not in slots, such as 8GiB; those beyond it are read again from disk",
+        "a quarter of the machine's memory",
+    )  # fmt: skip
     add("--max-num-seqs", "max_num_seqs", int, "N", "requests that run at once; more wait")
     add(
         "--max-model-len", "max_model_len", int, "N", "most tokens of a prompt and its answer together",
@@ -329,6 +336,13 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--theta", "theta_s", float, "SECONDS", "lag: whoever has waited this long goes first; 0 is fifo")
     add("--scheduler-seed", "scheduler_seed", int, "N", "seed of --scheduler random")
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:

@@ -61,6 +61,11 @@ class SynchronousEngine(Protocol):
     @property
     def has_work(self) -> bool: ...
 
+    @property
+    def is_waiting_for_adapters(self) -> bool: ...  # a step would do nothing
+
+    def on_adapter_news(self, listener: Callable[[], None]) -> None: ...  # called when that may have changed
+
 
 class Generation:
     """The outputs of requests submitted together: an async iterator of `RequestOutput`.
@@ -147,6 +152,7 @@ class AsyncEngine:
     def start(self) -> None:
         """Starts the thread; called once, on the event loop that takes the outputs."""
         self._loop = asyncio.get_running_loop()
+        self.engine.on_adapter_news(self._wake)
         self._thread.start()
 
     @property
@@ -252,6 +258,10 @@ class AsyncEngine:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify()
+
     def _send(self, command: _Command) -> None:
         with self._condition:
             self._inbox.append(command)
@@ -295,7 +305,8 @@ class AsyncEngine:
 
     @property
     def _can_step(self) -> bool:
-        return self._failure is None and self.engine.has_work
+        engine = self.engine
+        return self._failure is None and engine.has_work and not engine.is_waiting_for_adapters
 
     def _apply(self, command: _Command, running: set[str]) -> None:
         if isinstance(command, str):

@@ -20,7 +20,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -75,6 +75,11 @@ class ClockEngine:
     @property
     def has_work(self) -> bool:
         return bool(self._num_output_tokens)
+
+    is_waiting_for_adapters = False
+
+    def on_adapter_news(self, listener: Callable[[], None]) -> None:
+        """It never waits for adapters."""
 
     def add_request(self, request: Request) -> None:
         self._num_output_tokens[request.request_id] = 0
@@ -272,7 +277,9 @@ def table(result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m serving.bench.http_streams", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m serving.bench.http_streams", description="Measures what HTTP streams cost the engine."
+    )
     parser.add_argument("--streams", type=int, default=256, metavar="N", help="streams at once (default: %(default)s)")
     parser.add_argument(
         "--tokens-per-s", type=float, default=50.0, metavar="X", help="tokens a second of each (default: %(default)s)"

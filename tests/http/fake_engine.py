@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -54,6 +55,11 @@ class FakeEngine:
     @property
     def has_work(self) -> bool:
         return bool(self.held)
+
+    is_waiting_for_adapters = False
+
+    def on_adapter_news(self, listener: Callable[[], None]) -> None:
+        """It never waits for adapters."""
 
     def read_adapter(self, name: str, folder: Path) -> FakeAdapter:
         self.num_reads += 1
