@@ -36,6 +36,7 @@ class FakeEngine:
       aborted: ids of the requests that were aborted while held, in order.
       adapters: known adapters by id.
       read_s: how long reading an adapter takes, in seconds.
+      may_read: while it is not set, reading waits.
       num_reads: adapters read so far.
     """
 
@@ -50,6 +51,8 @@ class FakeEngine:
         self.threads: set[int] = set()
         self.adapters: dict[str, FakeAdapter] = {}
         self.read_s = 0.0
+        self.may_read = threading.Event()
+        self.may_read.set()
         self.num_reads = 0
 
     @property
@@ -64,6 +67,7 @@ class FakeEngine:
     def read_adapter(self, name: str, folder: Path) -> FakeAdapter:
         self.num_reads += 1
         time.sleep(self.read_s)
+        assert self.may_read.wait(10)
         if not (folder / "weights").is_file():
             raise MissingFileError(f"adapter path {str(folder)!r} holds no weights")
         content = (folder / "weights").read_bytes()

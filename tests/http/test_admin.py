@@ -294,18 +294,20 @@ def test_loads_and_unloads_under_traffic_never_break_a_request(client: httpx.Cli
 
 
 def test_more_loads_than_run_at_once_are_told_to_come_back(client: httpx.Client, engine: FakeEngine) -> None:
-    engine.read_s = 1.0
-    with concurrent.futures.ThreadPoolExecutor(64) as pool:
-        running = [pool.submit(load, client, f"x{i % 4}", "one") for i in range(64)]
-        wait_until(lambda: engine.num_reads == 4)
-        wait_until(lambda: load(client, "y", "one").status_code == 429)
-        refused = load(client, "y", "one")
-        assert error(refused, 429)["code"] == "lora_load_busy"
-        assert int(refused.headers["retry-after"]) >= 1
+    engine.may_read.clear()
+    with concurrent.futures.ThreadPoolExecutor(70) as pool:
+        loads = [pool.submit(load, client, f"x{i % 4}", "one") for i in range(70)]
+        wait_until(lambda: sum(f.done() for f in loads) == 6, 10.0)
+        assert engine.num_reads == 4
         assert complete(client)  # requests go on meanwhile
-        assert sum(f.result().status_code == 200 for f in running) == 4
+        engine.may_read.set()
+        statuses = [f.result().status_code for f in loads]
+    assert [statuses.count(status) for status in (200, 400, 429)] == [4, 60, 6]
+    refused = next(f.result() for f in loads if f.result().status_code == 429)
+    assert error(refused, 429)["code"] == "lora_load_busy"
+    assert int(refused.headers["retry-after"]) >= 1
     assert load(client, "y", "one").status_code == 200
-    assert 'dymerge_requests_refused_total{reason="lora_load_busy"}' in client.get("/metrics").text
+    assert 'dymerge_requests_refused_total{reason="lora_load_busy"} 6.0' in client.get("/metrics").text
 
 
 def test_an_engine_that_cannot_take_an_adapter_leaves_everything_as_it_was(
