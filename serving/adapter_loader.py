@@ -77,8 +77,8 @@ class AdapterLoader:
         """
         self._store = store
         self._staging_slots = staging_slots
-        self._readers = readers or InlineExecutor()
-        self._copiers = copiers or InlineExecutor()
+        self._readers = InlineExecutor() if readers is None else readers
+        self._copiers = InlineExecutor() if copiers is None else copiers
         self._to_device = copy or to_device
         self._reads: dict[str, _Job] = {}
         self._copies: dict[str, _Job] = {}

@@ -8,7 +8,7 @@ from serving.block_pool import BlockPool
 from serving.plan import Chunk, StepPlan
 from serving.policies import Lag, Policy, WhenBlocked
 from serving.request import FinishReason, Mix, Request, SamplingParams
-from serving.scheduler import Scheduler
+from serving.scheduler import Scheduler, Staging
 from serving.slot_cache import SlotCache
 
 
@@ -36,6 +36,8 @@ def make_scheduler(
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 32,
     max_model_len: int = 64,
+    staging: Staging | None = None,
+    max_slot_writes: int | None = None,
 ) -> Scheduler:
     """A small scheduler; adapters need one slot unless `slots_by_adapter` says otherwise."""
     return Scheduler(
@@ -46,6 +48,8 @@ def make_scheduler(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
+        staging=staging,
+        max_slot_writes=max_slot_writes,
     )
 
 
@@ -221,7 +225,7 @@ def check_finished(engine: FakeEngine, requests: list[Request]) -> None:
         longest = min(request.sampling.max_tokens, limit - num_prompt)
         wanted = min(engine.stop_after.get(request.request_id, longest), longest)
         assert request.num_output_tokens <= wanted
-        if request.finish_reason is not FinishReason.ABORT:
+        if request.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR):
             assert request.num_output_tokens == wanted
         for epoch in range(1, request.epoch + 1):
             positions = engine.positions[request.request_id, epoch]
