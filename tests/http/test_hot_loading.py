@@ -1,8 +1,13 @@
 """Adapters loaded, replaced and unloaded over HTTP while the real engine serves a tiny model."""
 
 import concurrent.futures
+import contextlib
+import json
 import shutil
-from collections.abc import Iterator
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ from serving.async_engine import AsyncEngine
 from serving.engine import Engine
 from serving.prompts import PromptEncoder
 from serving.queue_bound import QueueBound
+from serving.request import FinishReason, Phase, Request, RequestOutput
 from serving.server import create_app
 from tests.http.conftest import running, wait_until
 from tests.support.tiny_checkpoints import write_adapter, write_gated_set, write_tiny_llama
@@ -223,30 +229,52 @@ def test_m2_series_of_unloaded_adapters_end(client: httpx.Client, engine: Engine
     assert 'dymerge_adapter_requests_total{adapter="a"}' in text
 
 
-@pytest.mark.parametrize("how", ["waits", "prefill", "decode"])
+STATES: dict[str, Callable[[Request], bool]] = {
+    "behind a load": lambda request: request.phase is Phase.WAITING,
+    "prefill": lambda request: 0 < request.num_computed_tokens < request.num_prompt_tokens,
+    "decode": lambda request: request.num_output_tokens > 0,
+}
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("state", STATES)
 def test_j1_j3_a_client_that_leaves_gives_everything_back_in_every_state(
-    client: httpx.Client, engine: Engine, how: str, is_stream: bool
+    client: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch, state: str, is_stream: bool
 ) -> None:
-    """Behind a load that is slow; in the middle of a prompt; while tokens come."""
     load(client, "x", "c")
-    free = engine.scheduler.block_pool.num_free
+    num_free, step, may_copy, requests = engine.scheduler.block_pool.num_free, engine.step, threading.Event(), []
+
+    def slow_step() -> list[RequestOutput]:
+        time.sleep(0.02)
+        return step()
+
+    def add_request(request: Request) -> None:
+        requests.append(request)
+        Engine.add_request(engine, request)
+
+    monkeypatch.setattr(engine, "step", slow_step)
+    monkeypatch.setattr(engine, "add_request", add_request)
+    if state == "behind a load":
+        engine.loader._copiers.submit(may_copy.wait, 10)  # the one thread that copies has something else to do
     body = {"prompt": "x" * 80, "max_tokens": 15, "ignore_eos": True, "model": "x", "stream": is_stream}
-    rows = 4 if how != "waits" else 12  # four run, the others wait with adapters to come
-    stop = {"waits": lambda r: r.row is None, "prefill": lambda r: r.num_output_tokens == 0, "decode": lambda r: True}
-
-    def leave(_: int) -> None:
-        timeout = httpx.Timeout(10, read={"waits": 0.03, "prefill": 0.01, "decode": 0.1}[how])
-        try:
-            httpx.post(str(client.base_url.join("/v1/completions")), json=body, timeout=timeout)
-        except httpx.ReadTimeout:
-            return
-
-    assert stop
-    with concurrent.futures.ThreadPoolExecutor(rows) as pool:
-        list(pool.map(leave, range(rows)))
-    wait_until(lambda: not engine.has_work, 5.0)
+    with contextlib.closing(send(client.base_url, body)):
+        wait_until(lambda: bool(requests) and STATES[state](requests[0]), 5.0)
+        if state == "behind a load":
+            time.sleep(0.1)  # and stays there
+            assert STATES[state](requests[0])
+    wait_until(lambda: requests[0].is_finished and not engine.has_work, 1.0)
+    assert requests[0].finish_reason is FinishReason.ABORT
+    may_copy.set()
     engine.check_integrity()
-    assert engine.scheduler.block_pool.num_free == free
+    assert engine.scheduler.block_pool.num_free == num_free
     assert not engine.slot_cache.num_pins
-    assert ask(client)
+    assert ask(client, model="x")
+
+
+def send(url: httpx.URL, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a request was sent."""
+    connection = socket.create_connection((url.host, url.port))
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    return connection
