@@ -99,13 +99,14 @@ class OpenAIService:
         num_output_tokens = dict.fromkeys(indices, 0)
         for index in indices.values():
             if (opening := job.shapes.opening(index)) is not None:
-                yield self._chunk(job, opening)
+                yield job.shapes.chunk_event([opening], has_usage=job.includes_usage)
         try:
             async for output in generation:
                 raise_if_failed(output)
                 num_output_tokens[output.request_id] = output.num_output_tokens
                 if output.text or output.logprobs or output.finish_reason:
-                    yield self._chunk(job, job.shapes.delta(indices[output.request_id], output))
+                    index = indices[output.request_id]
+                    yield job.shapes.output_event(index, output, has_usage=job.includes_usage)
         except ServingError as error:
             yield event(error_content(error))
         else:
@@ -114,10 +115,6 @@ class OpenAIService:
                 counts = usage(job.num_prompt_tokens, sum(num_output_tokens.values()))
                 yield event(job.shapes.envelope([], is_chunk=True) | {"usage": counts})
         yield DONE_EVENT
-
-    def _chunk(self, job: Job, choice: dict[str, Any]) -> bytes:
-        content = job.shapes.envelope([choice], is_chunk=True)
-        return event(content | {"usage": None} if job.includes_usage else content)
 
     def _resolve(self, fields: GenerationFields) -> Mix:
         return self.registry.resolve(fields.model, fields.adapter_mix, fields.lora)
