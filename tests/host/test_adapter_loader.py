@@ -148,7 +148,9 @@ class TierMachine(RuleBasedStateMachine):
         num_slots=st.integers(3, 8),
         max_slot_writes=st.sampled_from([None, 1, 3]),
     )
-    def start(self, policy: str, host_slots: int, staging_slots: int, num_slots: int, max_slot_writes: int | None) -> None:
+    def start(
+        self, policy: str, host_slots: int, staging_slots: int, num_slots: int, max_slot_writes: int | None
+    ) -> None:
         self.store = make_store(host_slots)
         self.jobs = Jobs(self.store, staging_slots)
         scheduler = make_scheduler(
