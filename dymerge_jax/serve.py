@@ -104,7 +104,7 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     folders = options.gated_sets or []
     gated_sets, adapters = load_gated_sets(folders, loaded.config, adapters)
     base_name = options.served_model_name or loaded.name
-    mixes = read_mixes(Path(options.mixes)) if options.mixes else {}
+    mixes = {} if options.mixes is None else read_mixes(Path(options.mixes), [name for name, _ in adapters])
     check_names([base_name, *(name for name, _ in adapters), *(s.name for s in gated_sets), *mixes])  # before compiling
     engine = build_engine(loaded, adapters, gated_sets, config)
     registry = ModelRegistry(

@@ -8,7 +8,7 @@ replaced or unloaded stays in the engine until the requests that use it have end
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from serving.errors import (
     UnknownModelError,
 )
 from serving.metrics import Metrics
-from serving.mixes import AdapterEntry, ModelRegistry
+from serving.mixes import AdapterEntry, ModelRegistry, shown
 from serving.protocol import LoadAdapterRequest, MixRequest, UnloadAdapterRequest, parse_adapter_mix, parse_json_object
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,8 @@ def adapter_entry(adapter: ReadAdapter) -> AdapterEntry:
     return AdapterEntry(adapter.name, str(adapter.root), adapter.num_slots, adapter.id, adapter.content_hash)
 
 
-def read_mixes(path: Path) -> dict[str, dict[str, float]]:
-    """Named mixes from a file: {"legal-french": {"legal": 0.7, "french": 0.3}}.
+def read_mixes(path: Path, adapters: Collection[str]) -> dict[str, dict[str, float]]:
+    """Named mixes of the adapters from a file: {"legal-french": {"legal": 0.7, "french": 0.3}}.
 
     Raises:
       OSError: If it cannot be read.
@@ -50,9 +50,16 @@ def read_mixes(path: Path) -> dict[str, dict[str, float]]:
     mixes: dict[str, dict[str, float]] = {}
     for name, value in parse_json_object(path.read_bytes(), f"--mixes {path}").items():
         try:
-            mixes[name] = parse_adapter_mix(value) or {}
+            weights = parse_adapter_mix(value)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"--mixes {path}: mix {name!r}: {error.message}") from None
+        if not weights:
+            raise InvalidRequestError(f"--mixes {path}: mix {name!r} is {shown(value)}; it names no adapter")
+        if unknown := [adapter for adapter in weights if adapter not in adapters]:
+            raise InvalidRequestError(
+                f"--mixes {path}: mix {name!r} names {', '.join(map(repr, unknown))}, not loaded; add --adapters"
+            )
+        mixes[name] = weights
     return mixes
 
 

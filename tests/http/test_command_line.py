@@ -84,6 +84,32 @@ def test_two_things_of_one_name_are_refused_before_anything_is_compiled(
 
 
 @pytest.mark.usefixtures("own_signals")
+def test_a_file_of_mixes_that_is_wrong_stops_the_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("serving.engine.build_engine", None)  # found before anything is compiled
+    path, adapter = tmp_path / "mixes.json", write_adapter(tmp_path / "a", named_config("tiny"), rank=2, alpha=2, seed=0)
+    for content, words in (
+        (None, "No such file"),
+        ("{", "not valid JSON"),
+        ('{"m": {"a": 1, "a": 2}}', "'a' is given more than once"),
+        ("[]", "JSON object"),
+        ('{"m": {"a": "1"}}', "mix 'm'.*finite number"),
+        ('{"m": {"a": NaN}}', "mix 'm'.*finite number"),
+        ('{"m": 3}', "mix 'm'.*expected an object"),
+        ('{"m": null}', "mix 'm' is None"),
+        ('{"m": {"nobody": 1}}', "mix 'm'.*'nobody'"),
+        ('{"m": {}}', "mix 'm'.*no adapter"),
+        ('{"tiny": {"a": 1}}', "'tiny'.*more than once"),
+    ):
+        if content is not None:
+            path.write_text(content)
+        text = refusal(capsys, "--port", 0, "--model", tiny, "--adapters", adapter, "--mixes", path)
+        assert re.search(words, text), text
+        assert content is None or "more than once among" in text or str(path) in text
+
+
+@pytest.mark.usefixtures("own_signals")
 def test_a_port_in_use_is_found_out_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -105,6 +131,9 @@ def test_a_port_in_use_is_found_out_before_anything_is_loaded(
         (["--port", "70000"], "--port"),
         (["--drain-s", "-1"], "--drain-s"),
         (["--api-key", " "], "--api-key"),
+        (["--admin-api-key", ""], "--admin-api-key"),
+        (["--max-waiting", "0"], "--max-waiting"),
+        (["--adapter-root", "nowhere at all"], "nowhere at all"),
         (["--dtype", "int8"], "--dtype"),
         (["--adapter", "x"], "--adapter"),
         (["extra"], "extra"),
@@ -118,12 +147,16 @@ def test_flags_default_to_the_engines_config_and_the_key_may_come_from_the_envir
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("DYMERGE_API_KEY", raising=False)
+    monkeypatch.delenv("DYMERGE_ADMIN_API_KEY", raising=False)
     options = make_parser().parse_args([])
     assert engine_config(options) == EngineConfig()
     assert make_server_config(options) == ServerConfig()
     monkeypatch.setenv("DYMERGE_API_KEY", "secret")
     assert make_server_config(options).api_key == "secret"
     assert make_server_config(make_parser().parse_args(["--api-key", "other"])).api_key == "other"
+    monkeypatch.setenv("DYMERGE_ADMIN_API_KEY", "secret too")
+    assert make_server_config(options).admin_api_key == "secret too"
+    assert make_server_config(make_parser().parse_args(["--admin-api-key", "other"])).admin_api_key == "other"
 
 
 def test_every_flag_tells_its_default() -> None:
