@@ -157,3 +157,23 @@ def test_two_engines_in_one_process_count_apart():
     first, second = Metrics(), Metrics()
     first.observe_tokens(1)
     assert samples(second)["dymerge_generated_tokens_total", ""] == 0
+
+
+def test_m1_the_series_of_an_unloaded_adapter_ends_and_leaves_its_label_to_another():
+    metrics = Metrics(max_adapter_labels=2)
+    for i in range(50):  # loaded and unloaded under a new name each time
+        metrics.observe_arrival(make_request("r", f"x{i}@0123456789abcdef", "kept"))
+        assert samples(metrics)["dymerge_adapter_requests_total", f"x{i}"] == 1
+        metrics.forget_adapter(f"x{i}")
+    metrics.forget_adapter("never there")
+    values = samples(metrics)
+    assert [label for name, label in values if name == "dymerge_adapter_requests_total"] == ["kept"]
+
+
+def test_refusals_are_counted_by_reason():
+    metrics = Metrics()
+    metrics.observe_refused("queue_full", 3)
+    metrics.observe_refused("lora_load_busy")
+    values = samples(metrics)
+    assert values["dymerge_requests_refused_total", "queue_full"] == 3
+    assert values["dymerge_requests_refused_total", "lora_load_busy"] == 1

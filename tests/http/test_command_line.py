@@ -88,7 +88,10 @@ def test_a_file_of_mixes_that_is_wrong_stops_the_start(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("serving.engine.build_engine", None)  # found before anything is compiled
-    path, adapter = tmp_path / "mixes.json", write_adapter(tmp_path / "a", named_config("tiny"), rank=2, alpha=2, seed=0)
+    path, adapter = (
+        tmp_path / "mixes.json",
+        write_adapter(tmp_path / "a", named_config("tiny"), rank=2, alpha=2, seed=0),
+    )
     for content, words in (
         (None, "No such file"),
         ("{", "not valid JSON"),
