@@ -196,7 +196,8 @@ def create_app(
     async def respond(request: fastapi.Request, job: Job) -> fastapi.Response:
         generation = engine.begin(job.requests)
         if not job.is_stream:
-            return JSONResponse(await until_disconnect(request.receive, service.answer(job, generation)))
+            with contextlib.closing(generation):
+                return JSONResponse(await until_disconnect(request.receive, service.answer(job, generation)))
         await generation.wait_accepted()
         return EventStream(generation, service.events(job, generation))
 

@@ -1,7 +1,6 @@
 """The two generation routes apart from HTTP: a checked body becomes a job, a job becomes an answer or a stream."""
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import time
@@ -82,11 +81,10 @@ class OpenAIService:
     async def answer(self, job: Job, generation: Generation) -> dict[str, Any]:
         """Runs a job to its end; the whole answer."""
         parts: dict[str, list[RequestOutput]] = {r.request_id: [] for r in job.requests}
-        with contextlib.closing(generation):
-            await generation.wait_accepted()
-            async for output in generation:
-                raise_if_failed(output)
-                parts[output.request_id].append(output)
+        await generation.wait_accepted()
+        async for output in generation:
+            raise_if_failed(output)
+            parts[output.request_id].append(output)
         answers = [merge(p) for p in parts.values()]
         num_output_tokens = sum(a.num_output_tokens for a in answers)
         log_end(job, num_output_tokens)

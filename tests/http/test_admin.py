@@ -215,6 +215,7 @@ def test_a_replacement_serves_new_requests_and_not_those_that_run(client: httpx.
     assert list(cards(client)).index("x") == 5  # keeps its place, which is its id in `lora`
 
 
+@pytest.mark.slow
 def test_a_replacement_by_the_same_content_keeps_it(client: httpx.Client, engine: FakeEngine) -> None:
     load(client, "x", "one")
     assert load(client, "x", "inner", load_inplace=True).status_code == 200
@@ -271,6 +272,7 @@ def test_e4_one_of_twenty_loads_of_a_name_wins_and_one_of_twenty_unloads(
     assert load(client, "x", "one").status_code == 200
 
 
+@pytest.mark.slow
 def test_e4_one_of_many_replacements_of_a_generation_wins(client: httpx.Client, engine: FakeEngine) -> None:
     swap = {"load_inplace": True, "expected_generation": load(client, "x", "one").headers["x-adapter-generation"]}
     engine.read_s = 0.02
@@ -280,6 +282,7 @@ def test_e4_one_of_many_replacements_of_a_generation_wins(client: httpx.Client, 
     assert len(engine.adapters) == 1
 
 
+@pytest.mark.slow
 def test_loads_and_unloads_under_traffic_never_break_a_request(client: httpx.Client, engine: FakeEngine) -> None:
     load(client, "x", "one")
 
@@ -293,6 +296,7 @@ def test_loads_and_unloads_under_traffic_never_break_a_request(client: httpx.Cli
     assert len(engine.adapters) == 1
 
 
+@pytest.mark.slow
 def test_more_loads_than_run_at_once_are_told_to_come_back(client: httpx.Client, engine: FakeEngine) -> None:
     engine.may_read.clear()
     with concurrent.futures.ThreadPoolExecutor(70) as pool:
