@@ -34,12 +34,12 @@ class InlineExecutor(concurrent.futures.Executor):
         return future
 
 
-def thread_pools() -> dict[str, concurrent.futures.Executor]:
-    """Threads for an `AdapterLoader` beside a server's engine."""
-    return {
-        "readers": concurrent.futures.ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="adapter-read"),
-        "copiers": concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="adapter-copy"),
-    }
+def thread_pools() -> tuple[concurrent.futures.Executor, concurrent.futures.Executor]:
+    """Readers and copiers for an `AdapterLoader` beside a server's engine."""
+    return (
+        concurrent.futures.ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="adapter-read"),
+        concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="adapter-copy"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

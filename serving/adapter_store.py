@@ -87,6 +87,7 @@ class AdapterStore:
 
     Attributes:
       host: BAM's host tier.
+      most_slots: slots of the largest adapter that there has been.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class AdapterStore:
         self._bytes_per_slot = content_bytes(config, slot_rank, dtype)
         self._pinned = _pinned_memory() if is_pinned or (is_pinned is None and jax.default_backend() != "cpu") else None
         self.host: HostCache[AdapterContents] = HostCache(default_host_bytes() if host_bytes is None else host_bytes)
+        self.most_slots = 0
         self._known: dict[str, KnownAdapter] = {}
         self._retired: set[str] = set()  # known for the requests that have them, but not for new ones
 
@@ -196,6 +198,7 @@ class AdapterStore:
                 num_slots=num_slots,
                 num_bytes=num_slots * self._bytes_per_slot,
             )
+            self.most_slots = max(self.most_slots, num_slots)
             if adapter.contents and self.host.reserve(known.id, known.num_bytes, keep=keep):
                 self.host.fill(known.id, adapter.contents)
         return known.id
@@ -220,11 +223,6 @@ class AdapterStore:
     def retired(self) -> Set[str]:
         """Ids of the adapters that only requests of before may use: a live view."""
         return self._retired
-
-    @property
-    def most_slots(self) -> int:
-        """Slots of the largest adapter."""
-        return max((adapter.num_slots for adapter in self._known.values()), default=0)
 
     def __contains__(self, adapter_id: str) -> bool:
         """True if new requests may use the adapter."""

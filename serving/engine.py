@@ -126,8 +126,8 @@ class Engine:
         num_slots = self._slots.num_slots
         self._gates = build_gate_array(model.config, self.gated_sets, num_slots=num_slots)
         num_staging_slots = min(STAGING_SLOTS, config.adapter_slots)
-        pools = thread_pools() if loads_in_background else {}
-        self.loader = AdapterLoader(store, staging_slots=num_staging_slots, **pools)
+        readers, copiers = thread_pools() if loads_in_background else (None, None)
+        self.loader = AdapterLoader(store, staging_slots=num_staging_slots, readers=readers, copiers=copiers)
         num_blocks = config.num_blocks or _blocks_that_fit(model, config, num_staging_slots)
         self.max_model_len = _max_model_len(model, config, num_blocks)
         blocks_per_seq = -(-self.max_model_len // config.block_size)

@@ -49,12 +49,19 @@ def bytes_of(split: SplitModel, num_slots: int) -> int:
     return num_slots * content_bytes(split.config, SLOT_RANK, split.dtype)
 
 
-def make_engine(split: SplitModel, *, host_slots: int = 100, in_background: bool = False) -> Engine:
+def make_engine(
+    split: SplitModel, *, host_slots: int = 100, in_background: bool = False, is_pinned: bool = False
+) -> Engine:
     """Four slots, and a gated set of two adapters in memory: what other tests' tight engines have compiled fits."""
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 24}
     config = EngineConfig(adapter_slots=4, slot_rank=SLOT_RANK, max_model_len=48, **sizes)
     store = AdapterStore(
-        split.config, slot_rank=SLOT_RANK, dtype=split.dtype, max_rank=16, host_bytes=bytes_of(split, host_slots)
+        split.config,
+        slot_rank=SLOT_RANK,
+        dtype=split.dtype,
+        max_rank=16,
+        host_bytes=bytes_of(split, host_slots),
+        is_pinned=is_pinned,
     )
     for name in EXPERTS:
         store.add(StoredAdapter(name, None, random_adapter(split.config, rank=4, seed=8)))
@@ -132,6 +139,19 @@ def test_f6_more_adapters_than_slots_and_than_host_memory_all_serve_right(split,
     outputs = run_to_end(tight)
     assert [token_ids(outputs[str(i)]) for i in range(len(mixes))] == wanted
     assert roomy.loader.num_reads == 0  # case E3: each file was read once, when it was added
+
+
+def test_adapters_in_pinned_memory_give_the_same_answers_and_compile_nothing(split, folders) -> None:
+    """As on a GPU; jax has such a memory on a CPU, too."""
+    plain, pinned = make_engine(split), make_engine(split, is_pinned=True, host_slots=5)
+    ids = [add(engine, name, folders[name]) for engine in (plain, pinned) for name in "abc"][:3]
+    contents = pinned.store.host.get(ids[2])
+    assert contents is not None
+    assert isinstance(contents[0].values, jax.Array)
+    assert contents[0].values.sharding.memory_kind == "pinned_host"
+    for i in ids * 2:
+        assert answer(pinned, {i: 1.0}) == answer(plain, {i: 1.0})
+    assert pinned.loader.num_reads == 6  # three in turn through room for two: each is read again
 
 
 def test_a_mix_larger_than_the_staging_area_comes_in_parts(split, folders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,8 +309,8 @@ def test_a_step_never_waits_for_a_load_and_a_base_request_goes_on(split, folders
 
 
 def test_an_idle_step_waits_for_the_load_and_not_longer(split, folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    pools = {"readers": ManualExecutor(), "copiers": ManualExecutor()}
-    monkeypatch.setattr("serving.engine.thread_pools", lambda: pools)
+    readers, copiers = ManualExecutor(), ManualExecutor()
+    monkeypatch.setattr("serving.engine.thread_pools", lambda: (readers, copiers))
     engine = make_engine(split, host_slots=2, in_background=True)
     a, _ = (add(engine, name, folders[name]) for name in "ab")
     heard = []
@@ -299,15 +319,15 @@ def test_an_idle_step_waits_for_the_load_and_not_longer(split, folders, monkeypa
     assert not engine.is_waiting_for_adapters
     assert engine.step() == []
     assert engine.is_waiting_for_adapters
-    timer = threading.Timer(0.02, pools["readers"].run)
+    timer = threading.Timer(0.02, readers.run)
     timer.start()
     assert engine.step() == []  # wakes when the read has ended, and begins the copy
     timer.join()
     assert heard == [False]
-    assert len(pools["copiers"]) == 1
+    assert len(copiers) == 1
     engine.abort("r")
     assert not engine.is_waiting_for_adapters
-    pools["copiers"].run()
+    copiers.run()
     engine.step()
     engine.check_integrity()
 
@@ -324,8 +344,8 @@ def resident_bytes() -> int:
 
 @pytest.mark.slow
 def test_i1_two_hundred_adapters_that_come_and_go_leave_no_memory_behind(tmp_path: Path) -> None:
-    """Of 1.6 MB each, in threads; cases I1 and I3."""
-    split = tiny_model(vocab=257, hidden=512, ffn=1024, num_layers=4)
+    """Of 1.8 MB each, in threads; cases I1 and I3."""
+    split = tiny_model(vocab=257, hidden=512, ffn=1024, num_layers=8)
     engine = make_engine(split, in_background=True)
     write_adapter(tmp_path / "x", split.config, rank=8, alpha=8, seed=0)
     content = (tmp_path / "x" / "adapter_config.json").read_text()
@@ -343,7 +363,7 @@ def test_i1_two_hundred_adapters_that_come_and_go_leave_no_memory_behind(tmp_pat
     device_bytes, host_bytes = live_bytes(), resident_bytes()
     cycle(200, 100)
     assert live_bytes() == device_bytes
-    assert resident_bytes() - host_bytes < 16e6  # of 320 MB that went through
+    assert resident_bytes() - host_bytes < 16e6  # of 350 MB that went through
     assert engine.store.host.num_bytes == 0
     assert not engine.slot_cache.resident
 
@@ -355,7 +375,7 @@ class Trace:
         self.draw = random.Random(seed)
         self.reads, self.copies = ManualExecutor(), ManualExecutor()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("serving.engine.thread_pools", lambda: {"readers": self.reads, "copiers": self.copies})
+            patch.setattr("serving.engine.thread_pools", lambda: (self.reads, self.copies))
             patch.setattr("serving.engine.STAGING_SLOTS", self.draw.choice([1, 3, 4]))
             self.engine = make_engine(split, host_slots=self.draw.choice([3, 4, 6]), in_background=True)
         self.folders = folders
@@ -383,7 +403,10 @@ class Trace:
     def arrive(self) -> None:
         request_id = f"r{len(self.requests)}"
         names = self.draw.sample(sorted(self.ids), min(self.draw.choice([0, 1, 1, 1, 2]), len(self.ids)))
-        mix = {self.ids[name]: self.draw.choice([1.0, 0.5]) for name in names if names == ["e"] or name != "e"}
+        ids = [self.ids[name] for name in names]
+        if sum(map(self.engine.store.num_slots, ids)) > 4:
+            ids = ids[:1]
+        mix = {adapter_id: self.draw.choice([1.0, 0.5]) for adapter_id in ids}
         request = request_of(request_id, mix, max_tokens=self.draw.randrange(1, 9))
         request.arrival_s = self.engine._clock() - self.draw.choice([0.0, 1.0])  # half of them are overdue
         self.requests[request_id] = request

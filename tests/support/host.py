@@ -3,12 +3,13 @@
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from serving.block_pool import BlockPool
 from serving.plan import Chunk, StepPlan
 from serving.policies import Lag, Policy, WhenBlocked
 from serving.request import FinishReason, Mix, Request, SamplingParams
-from serving.scheduler import Scheduler, Staging
+from serving.scheduler import Scheduler
 from serving.slot_cache import SlotCache
 
 
@@ -36,7 +37,7 @@ def make_scheduler(
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 32,
     max_model_len: int = 64,
-    staging: Staging | None = None,
+    staging: Any = None,
     max_slot_writes: int | None = None,
 ) -> Scheduler:
     """A small scheduler; adapters need one slot unless `slots_by_adapter` says otherwise."""
