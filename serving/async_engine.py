@@ -3,10 +3,11 @@
 Only the engine thread touches the engine. Event-loop code leaves commands (add, abort, call) in an inbox; the thread
 takes the inbox, runs one step while there is work, and gives all outputs of the step to the event loop in one call.
 
-Why a thread and no process: a token costs HTTP about 35 us of processor time, a quarter of it in the system, so that 256
-streams of 50 tokens a second take less than half a core, and give the interpreter's lock away at every write to a socket.
-The median time to plan and dispatch is the same with them as without (`python -m serving.bench.http_streams`, on two cores
-that others used too: its p99 was theirs).
+Why a thread and no process: a token costs HTTP about 35 us of processor time, so that 256 streams of 50 tokens a
+second take less than half a core, and give the interpreter's lock away at every write to a socket. The median time to
+plan and dispatch is the same with them as without (`python -m serving.bench.http_streams`). Its p99 is not known: the
+two cores it was measured on had other work, and it varied as much without streams. Measure it again where the engine
+runs.
 """
 
 import asyncio
