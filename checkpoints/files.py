@@ -87,14 +87,33 @@ def read_json(path: Path) -> dict[str, Any]:
       MissingFileError: If there is no such file.
       CheckpointError: If it is too large, no UTF-8, no JSON or no object.
     """
+    return parse_json(path, read_json_bytes(path))
+
+
+def read_json_bytes(path: Path) -> bytes:
+    """Reads a file that is to hold JSON, which `parse_json` makes of it.
+
+    Raises:
+      MissingFileError: If there is no such file.
+      CheckpointError: If it is too large.
+    """
     if not path.is_file():
         raise MissingFileError(f"{path} does not exist or is no file")
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise CheckpointError(
             f"{path} has {path.stat().st_size} bytes; a JSON file of at most {_MAX_JSON_BYTES} was expected"
         )
+    return path.read_bytes()
+
+
+def parse_json(path: Path, data: bytes) -> dict[str, Any]:
+    """The JSON object that the file at `path` holds.
+
+    Raises:
+      CheckpointError: If it is no UTF-8, no JSON or no object.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):

@@ -12,12 +12,14 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.errors import CheckpointError, MissingFileError, refuse_if
-from checkpoints.files import SafetensorsReader, open_safetensors, read_json
+from checkpoints.files import TensorInfo, parse_json, read_json_bytes
 from checkpoints.lora_config import read_lora_config
 from checkpoints.peft_header import ProjectionSource, Site, resolve_projections, sorted_keys
+from checkpoints.safetensors_bytes import SafetensorsContent, read_header
 from dymerge_jax.config import PROJECTIONS, LlamaConfig
 from dymerge_jax.lora import AdapterWeights, ProjectionWeights
 
@@ -25,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+
+_BFLOAT16_EXPONENT = np.uint16(0x7F80)  # all of its bits are set in NaN and infinities only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +66,9 @@ def inspect_adapter(path: str | Path, config: LlamaConfig, *, max_rank: int | No
       CheckpointError: If the adapter is not supported, does not fit the model or is damaged; lists every reason.
     """
     path = Path(path)
-    with open_safetensors(_weights_file(path)) as reader:
-        projections = _checked_projections(path, config, reader, max_rank)
-        num_bytes = sum(info.num_bytes for info in reader.header.values())
+    header = read_header(_weights_file(path))
+    projections = _checked_projections(path, config, _read_config(path), header, max_rank)
+    num_bytes = sum(info.num_bytes for info in header.values())
     names = {projection for _, projection in projections}
     return AdapterInfo(
         path=path,
@@ -76,7 +80,7 @@ def inspect_adapter(path: str | Path, config: LlamaConfig, *, max_rank: int | No
 
 
 def load_adapter(path: str | Path, config: LlamaConfig, *, max_rank: int | None = None) -> AdapterWeights:
-    """Reads an adapter to the host.
+    """Reads an adapter to the host; each of its two files is read once, so that the hash is of what is used.
 
     Args:
       path: the adapter's folder.
@@ -92,16 +96,18 @@ def load_adapter(path: str | Path, config: LlamaConfig, *, max_rank: int | None 
         weights; lists every reason.
     """
     path = Path(path)
-    with open_safetensors(_weights_file(path)) as reader:
-        sites = _checked_projections(path, config, reader, max_rank)
-        projections = {
-            site: ProjectionWeights(a=reader.read(p.a_key), b=reader.read(p.b_key), scale=p.scale)
-            for site, p in sorted(sites.items())
-        }
+    file = _weights_file(path)
+    config_bytes, weights_bytes = _read_config(path), file.read_bytes()
+    tensors = SafetensorsContent(file, weights_bytes)
+    sites = _checked_projections(path, config, config_bytes, tensors.header, max_rank)
+    projections = {
+        site: ProjectionWeights(a=tensors.read(p.a_key), b=tensors.read(p.b_key), scale=p.scale)
+        for site, p in sorted(sites.items())
+    }
     _refuse_non_finite(path, sites, projections)
     if any((path / file).is_file() for file in ("tokenizer.json", "tokenizer.model")):
         _log.info("adapter %s brings a tokenizer; the base model's is used instead", path)
-    return AdapterWeights(projections, _content_hash(projections))
+    return AdapterWeights(projections, _content_hash(config_bytes, weights_bytes))
 
 
 def _weights_file(path: Path) -> Path:
@@ -126,16 +132,20 @@ def _weights_file(path: Path) -> Path:
     return weights
 
 
+def _read_config(path: Path) -> bytes:
+    return read_json_bytes(path / CONFIG_FILE)
+
+
 def _checked_projections(
-    path: Path, config: LlamaConfig, reader: SafetensorsReader, max_rank: int | None
+    path: Path, config: LlamaConfig, config_bytes: bytes, header: dict[str, TensorInfo], max_rank: int | None
 ) -> dict[Site, ProjectionSource]:
     """All checks that need no tensor data; every problem of config and header goes into one error."""
-    lora, problems = read_lora_config(read_json(path / CONFIG_FILE))
-    keys, key_problems = sorted_keys(reader.header, config)
+    lora, problems = read_lora_config(parse_json(path / CONFIG_FILE, config_bytes))
+    keys, key_problems = sorted_keys(header, config)
     problems += key_problems
     sites: dict[Site, ProjectionSource] = {}
     if lora is not None:
-        sites, site_problems = resolve_projections(keys, reader.header, config, lora)
+        sites, site_problems = resolve_projections(keys, header, config, lora)
         problems += site_problems
     rank = max((p.rank for p in sites.values()), default=0)
     if max_rank is not None and rank > max_rank:
@@ -151,18 +161,23 @@ def _refuse_non_finite(
         key
         for site, weights in projections.items()
         for key, tensor in ((sites[site].a_key, weights.a), (sites[site].b_key, weights.b))
-        if not np.isfinite(tensor).all()
+        if not _is_finite(tensor)
     ]
     refuse_if([f"NaN or infinite weights: {', '.join(broken)}"] if broken else [], f"adapter {str(path)!r}")
 
 
-def _content_hash(projections: dict[Site, ProjectionWeights]) -> str:
-    """SHA-256 over sites, shapes, scales and values as float32: equal weights hash alike whatever their dtype."""
-    digest = hashlib.sha256()
-    for (layer, projection), weights in sorted(projections.items()):
-        digest.update(f"{layer}.{projection} {weights.a.shape} {weights.b.shape} {weights.scale!r}\n".encode())
-        for tensor in (weights.a, weights.b):
-            digest.update(np.ascontiguousarray(tensor, np.float32).data)
+def _is_finite(tensor: np.ndarray) -> bool:
+    if tensor.dtype != jnp.bfloat16:
+        return bool(np.isfinite(tensor).all())
+    # On its bits: numpy holds the interpreter's lock in what it computes with a dtype that is not its own.
+    return not ((tensor.view(np.uint16) & _BFLOAT16_EXPONENT) == _BFLOAT16_EXPONENT).any()
+
+
+def _content_hash(config_bytes: bytes, weights_bytes: bytes) -> str:
+    """SHA-256 over the bytes of both files, the length of the first before them."""
+    digest = hashlib.sha256(len(config_bytes).to_bytes(8, "little"))
+    digest.update(config_bytes)
+    digest.update(weights_bytes)
     return digest.hexdigest()
 
 

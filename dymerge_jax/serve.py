@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
-from serving.config import DTypeName, EngineConfig, SchedulerName
+from serving.config import DTypeName, EngineConfig, SchedulerName, parse_bytes
 
 if TYPE_CHECKING:  # what needs jax or transformers is imported once the flags are known to be right
     from checkpoints.loaded_model import LoadedModel
@@ -29,6 +29,7 @@ logger = logging.getLogger("dymerge_jax.serve")
 
 DEMO = "demo"
 API_KEY_VARIABLE = "DYMERGE_API_KEY"
+ADMIN_API_KEY_VARIABLE = "DYMERGE_ADMIN_API_KEY"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _EXAMPLES = """examples:
   python -m dymerge_jax.serve
@@ -88,8 +89,9 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     from checkpoints.gated_set import load_gated_sets
     from checkpoints.peft_adapter import collect_adapters
     from dymerge_jax.demo import demo_adapters
+    from serving.admin import adapter_entry, read_mixes
     from serving.engine import build_engine
-    from serving.mixes import AdapterEntry, GatedSetEntry, ModelRegistry, check_names
+    from serving.mixes import GatedSetEntry, ModelRegistry, check_names
 
     is_demo = options.model == DEMO
     if config.dtype is None and is_demo:
@@ -102,13 +104,15 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     folders = options.gated_sets or []
     gated_sets, adapters = load_gated_sets(folders, loaded.config, adapters)
     base_name = options.served_model_name or loaded.name
-    check_names([base_name, *(name for name, _ in adapters), *(s.name for s in gated_sets)])  # before compiling
+    mixes = {} if options.mixes is None else read_mixes(Path(options.mixes), [name for name, _ in adapters])
+    check_names([base_name, *(name for name, _ in adapters), *(s.name for s in gated_sets), *mixes])  # before compiling
     engine = build_engine(loaded, adapters, gated_sets, config)
     registry = ModelRegistry(
         base_name,
         options.model,
-        [AdapterEntry(name, str(path), engine.store.num_slots(name)) for name, path in adapters],
+        [adapter_entry(adapter) for adapter in engine.store.adapters],
         [GatedSetEntry(s.name, s.experts, folder) for s, folder in zip(gated_sets, folders, strict=True)],
+        mixes,
         num_slots=config.adapter_slots,
         slot_rank=config.slot_rank,
     )
@@ -136,12 +140,15 @@ def run(
     from serving.async_engine import AsyncEngine
     from serving.metrics import CONTENT_TYPE
     from serving.prompts import PromptEncoder
+    from serving.queue_bound import QueueBound
     from serving.server import Server, create_app
 
     encoder = PromptEncoder(loaded.tokenizer, vocab=loaded.config.vocab, max_model_len=engine.max_model_len)
-    async_engine = AsyncEngine(engine)
+    metrics = engine.metrics
+    queue_bound = QueueBound(server_config.max_waiting, lambda count: metrics.observe_refused("queue_full", count))
+    async_engine = AsyncEngine(engine, queue_bound)
     app = create_app(
-        async_engine, registry, encoder, lambda: (engine.metrics.render(), CONTENT_TYPE), server_config
+        async_engine, registry, encoder, lambda: (metrics.render(), CONTENT_TYPE), server_config, metrics
     )  # fmt: skip
     port = bound.getsockname()[1]
 
@@ -216,7 +223,16 @@ def make_server_config(options: argparse.Namespace) -> "ServerConfig":
     from serving.server import ServerConfig
 
     key = os.environ.get(API_KEY_VARIABLE) if options.api_key is None else options.api_key
-    return ServerConfig(host=options.host, port=options.port, api_key=key, drain_s=options.drain_s)
+    admin_key = os.environ.get(ADMIN_API_KEY_VARIABLE) if options.admin_api_key is None else options.admin_api_key
+    return ServerConfig(
+        host=options.host,
+        port=options.port,
+        api_key=key,
+        admin_api_key=admin_key,
+        adapter_roots=tuple(options.adapter_root or ()),
+        max_waiting=options.max_waiting,
+        drain_s=options.drain_s,
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -257,6 +273,19 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="a folder with gated_set.json and gate.safetensors; may be repeated (default: none)",
     )
     group.add_argument(
+        "--mixes",
+        metavar="FILE",
+        help='a JSON file of named mixes, {"legal-french": {"legal": 0.7, "french": 0.3}}, each of which requests may '
+        "give as model (default: none)",
+    )
+    group.add_argument(
+        "--adapter-root",
+        action="append",
+        metavar="FOLDER",
+        help="allow /v1/load_lora_adapter to load adapters below this folder; may be repeated (default: none, loading "
+        "over HTTP is refused)",
+    )
+    group.add_argument(
         "--served-model-name", metavar="NAME", help="what requests call the base model (default: its folder's name)"
     )
     group.add_argument(
@@ -271,7 +300,9 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
 
-    def add(flag: str, field: str, kind: type, metavar: str, text: str, default: str = "%(default)s") -> None:
+    def add(
+        flag: str, field: str, kind: Callable[[str], object], metavar: str, text: str, default: str = "%(default)s"
+    ) -> None:
         group.add_argument(
             flag,
             dest=field,
@@ -283,6 +314,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
     add("--adapter-slots", "adapter_slots", int, "N", "slots of the device's adapter array; 0 serves the base only")
     add("--slot-rank", "slot_rank", int, "N", "rank rows of a slot; an adapter of rank r takes ceil(r / N) slots")
+    add(
+        "--adapter-host-bytes", "adapter_host_bytes", _size, "SIZE",
+        "host memory for adapters that are not in slots, such as 8GiB; those beyond it are read again from disk",
+        "a quarter of the machine's memory",
+    )  # fmt: skip
     add("--max-num-seqs", "max_num_seqs", int, "N", "requests that run at once; more wait")
     add(
         "--max-model-len", "max_model_len", int, "N", "most tokens of a prompt and its answer together",
@@ -309,6 +345,13 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--scheduler-seed", "scheduler_seed", int, "N", "seed of --scheduler random")
 
 
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
@@ -318,6 +361,21 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help=f"ask for this key on every route but /health; also read from {API_KEY_VARIABLE}, which other users of "
         "the machine cannot see (default: no key)",
+    )
+    group.add_argument(
+        "--admin-api-key",
+        metavar="KEY",
+        help="ask for this key on the routes that change the server (loading and unloading adapters, mixes); it opens "
+        f"all others too; also read from {ADMIN_API_KEY_VARIABLE} (default: the key of --api-key; without that, these "
+        "routes answer only to clients on this machine that call it by a loopback address)",
+    )
+    group.add_argument(
+        "--max-waiting",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="requests that may wait for their first token; more are refused with 429 and Retry-After (default: "
+        "%(default)s)",
     )
     group.add_argument(
         "--drain-s",

@@ -2,10 +2,17 @@
 
 import dataclasses
 import math
+import re
 from typing import Literal, get_args
 
 SchedulerName = Literal["lag", "fifo", "random", "least-first"]
 DTypeName = Literal["bfloat16", "float32"]
+
+_BYTE_UNITS = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("ib", 1024), ("b", 1000))
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +22,7 @@ class EngineConfig:
     Attributes:
       adapter_slots: slots of the device's adapter array; 0 serves the base model only.
       slot_rank: rank rows of A and of B in one slot; an adapter of rank r holds ceil(r / slot_rank) slots.
+      adapter_host_bytes: host memory for adapters; None takes a quarter of the machine's.
       max_num_seqs: requests that run at once, rows of the block table.
       max_model_len: most tokens of one request, prompt and output together; None takes the model's own limit.
       block_size: tokens in one KV block, a power of two.
@@ -31,6 +39,7 @@ class EngineConfig:
 
     adapter_slots: int = 64
     slot_rank: int = 8
+    adapter_host_bytes: int | None = None
     max_num_seqs: int = 32
     max_model_len: int | None = None
     block_size: int = 16
@@ -53,6 +62,8 @@ class EngineConfig:
             _check_at_least(1, flag, value)
         if self.max_model_len is not None:
             _check_at_least(2, "--max-model-len", self.max_model_len)
+        if self.adapter_host_bytes is not None:
+            _check_at_least(0, "--adapter-host-bytes", self.adapter_host_bytes)
         if self.num_blocks is not None:
             _check_at_least(1, "--num-blocks", self.num_blocks)
         _check_at_least(0, "--scheduler-seed", self.scheduler_seed)
@@ -70,6 +81,18 @@ class EngineConfig:
             raise TypeError(f"--theta is {self.theta_s!r}, expected a number of seconds")
         if math.isnan(self.theta_s) or self.theta_s < 0:
             raise ValueError(f"--theta is {self.theta_s}, expected seconds >= 0 (0 is FIFO, inf never overrides LAG)")
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes as people write it: 8GiB, 500MB, 1.5 GiB or 123456.
+
+    Raises:
+      ValueError: If it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _BYTE_UNITS:
+        raise ValueError(f"{text!r} is no size; expected bytes, or a number with a unit such as 8GiB or 500MB")
+    return int(float(match[1]) * _BYTE_UNITS[match[2]])
 
 
 def _check_at_least(least: int, flag: str, value: object) -> None:

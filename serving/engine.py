@@ -1,9 +1,9 @@
 """The engine: owns the device's state; one step is plan, upload, dispatch, and commit of the step before.
 
 The life of a request:
-  1. `add_request` checks it and lets it wait in the scheduler.
-  2. A plan admits it: it gets a row, KV blocks and pins on its adapters; those not in slots yet are copied there.
-     Blocks that hold what its prompt begins with, computed for the same mix, are shared.
+  1. `add_request` checks it and lets it wait in the scheduler, while its adapters are brought to the device.
+  2. A plan admits it: it gets a row, KV blocks and pins on its adapters; those not in slots yet are copied there from
+     memory of the device. Blocks that hold what its prompt begins with, computed for the same mix, are shared.
   3. The rest of its prompt runs in prefill chunks, beside the decode rows of other requests.
   4. The step that runs the prompt's last token samples the first output token; from then on it is a decode row. Sampled
      tokens stay on the device, where the next step reads them.
@@ -26,19 +26,20 @@ from jaxtyping import Array, Int
 from tqdm import tqdm
 
 from checkpoints.loaded_model import LoadedModel
-from checkpoints.peft_adapter import load_adapter
 from dymerge_jax.gating import GatedSetWeights, build_gate_array, place_experts
 from dymerge_jax.kv_cache import block_bytes, empty_cache
 from dymerge_jax.lora import empty_content, empty_slots, slot_bytes, write_slot
 from dymerge_jax.model import Implementations, SplitModel, model_from_params
 from dymerge_jax.sampling import SampledTokens
 from dymerge_jax.step import StepTables
-from serving.adapter_store import AdapterStore, StoredAdapter
+from serving.adapter_loader import STAGING_SLOTS, AdapterLoader, thread_pools, to_device
+from serving.adapter_store import AdapterStore, StoredAdapter, adapter_name, not_loaded
 from serving.batch import Bucket, Buckets, RowTables, build_batch
 from serving.block_pool import BlockPool
 from serving.config import EngineConfig
 from serving.detokenize import IncrementalDetokenizer
-from serving.metrics import Metrics
+from serving.errors import InvalidRequestError
+from serving.metrics import Metrics, Tier
 from serving.plan import Load, StepPlan
 from serving.policies import make_policy
 from serving.prefix_cache import PrefixCache
@@ -50,6 +51,9 @@ from serving.slot_cache import SlotCache
 logger = logging.getLogger(__name__)
 
 _CPU_CACHE_BYTES = 1 << 30  # KV memory without a device that says how much it has
+_LOOK_AHEAD = 32  # adapters that are loaded for waiting requests before there is room to run these
+_MAX_SLOT_WRITES = 8  # of a step beside others: 0.2 ms of an H200, and no more than that of the host
+_MAX_WAIT_S = 0.1  # of a step that has nothing to run, for an adapter
 _SPARE_FRACTION = 0.08  # of an accelerator's memory, for the step's temporaries and the compiler
 
 
@@ -69,8 +73,9 @@ class Engine:
       config: as given.
       model: weights on the device.
       tokenizer: a transformers tokenizer, or None.
-      store: adapters on the host.
-      gated_sets: gated sets a request may name.
+      store: which adapters there are, and the host tier.
+      loader: adapters on their way to the slots.
+      gated_sets: gated sets a request may name; their experts are ids of adapters.
       max_model_len: most tokens of one request, prompt and output together.
       metrics: counters and histograms.
       scheduler: waiting and running requests, and who owns which rows and blocks.
@@ -90,6 +95,7 @@ class Engine:
         implementations: Implementations = Implementations(),  # noqa: B008 (frozen)
         buckets: Buckets | None = None,
         clock: Callable[[], float] = time.monotonic,
+        loads_in_background: bool = False,
     ) -> None:
         """Takes memory for slots and KV blocks; compiles nothing yet (`compile`).
 
@@ -97,28 +103,33 @@ class Engine:
           model: weights on the device.
           tokenizer: a transformers tokenizer; None leaves every output's text empty.
           store: adapters, which must include every expert of the gated sets.
-          gated_sets: gated sets a request may name.
+          gated_sets: gated sets a request may name, with names or ids of adapters as experts.
           config: sizes and policy.
           metrics: where to count; None counts into a registry of its own.
           implementations: of the ops; the default picks by backend and shape.
           buckets: sizes of the step programs; None picks them for this backend. Of use where few sizes will run.
           clock: seconds, the clock of `Request.arrival_s`.
+          loads_in_background: load adapters in threads, as a server must; else a step waits for what it loads, and
+            the same calls do the same things every time.
 
         Raises:
-          ValueError: If sizes do not fit the model or the device's memory.
+          ValueError: If sizes do not fit the model or the device's memory, or a gated set's expert is missing.
         """
         self.config = config
         self.model = model
         self.tokenizer = tokenizer
         self.store = store
-        self.gated_sets = tuple(gated_sets)
+        self.gated_sets = tuple(_with_expert_ids(gated_set, store) for gated_set in gated_sets)
         self.metrics = metrics or Metrics()
         self._clock = clock
         self._gated_set_ids = {s.name: i for i, s in enumerate(self.gated_sets)}
         self._make_slots()
         num_slots = self._slots.num_slots
         self._gates = build_gate_array(model.config, self.gated_sets, num_slots=num_slots)
-        num_blocks = config.num_blocks or _blocks_that_fit(model, config)
+        num_staging_slots = min(STAGING_SLOTS, config.adapter_slots)
+        readers, copiers = thread_pools() if loads_in_background else (None, None)
+        self.loader = AdapterLoader(store, staging_slots=num_staging_slots, readers=readers, copiers=copiers)
+        num_blocks = config.num_blocks or _blocks_that_fit(model, config, num_staging_slots)
         self.max_model_len = _max_model_len(model, config, num_blocks)
         blocks_per_seq = -(-self.max_model_len // config.block_size)
         self._num_blocks = min(num_blocks, config.max_num_seqs * blocks_per_seq)
@@ -135,11 +146,16 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            staging=self.loader,
+            max_slot_writes=_MAX_SLOT_WRITES,
         )
+        self.metrics.watch_queues(self.scheduler.running_tally, self.scheduler.waiting_tally)
         self.buckets = buckets or pick_buckets(config.max_num_seqs, config.max_num_batched_tokens, config.adapter_slots)
         self._programs = StepPrograms(model, self.buckets, implementations)
         self._in_flight: _InFlight | None = None
         self._detokenizers: dict[str, IncrementalDetokenizer] = {}
+        self._is_idle = False  # the last step found nothing to run or to read
+        self._num_reads = 0  # of the loader, as far as they are counted
 
     # Start-up
 
@@ -160,11 +176,13 @@ class Engine:
         return StepTables(self._slots, self._gates, self._rows.rows, self._rows.block_tables)
 
     def _warm_up(self) -> None:
-        """Runs programs once on an empty batch, and one slot update, so that no request pays for a first call."""
+        """Runs programs once on an empty batch, and slot updates, so that no request pays for a first call."""
         for bucket, sampler in self._programs.first_calls():
             self._run(StepPlan(), bucket, sampler)
-        content = empty_content(self.model.config, slot_rank=self.config.slot_rank, dtype=self.model.dtype)
-        self._slots = write_slot(self._slots, 0, content)
+        empty = empty_content(self.model.config, slot_rank=self.config.slot_rank, dtype=self.model.dtype)
+        for _ in range(2):  # the second time into what a program has made, which may be another program
+            (content,) = to_device(self.store.to_host([empty]))
+            self._slots = write_slot(self._slots, 0, content)
         jax.block_until_ready(self._last_tokens)
 
     def _make_slots(self) -> None:
@@ -190,19 +208,28 @@ class Engine:
 
         Raises:
           InvalidRequestError: If it could never run here; nothing has changed then.
+          UnknownModelError: If one of its adapters is not loaded; nothing has changed then.
         """
+        for adapter_id in request.adapters:
+            if adapter_id not in self.store:
+                raise not_loaded(adapter_id)
+        tiers: list[Tier] = [self.adapter_status(adapter_id) for adapter_id in request.adapters]
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(
                 self.tokenizer.backend_tokenizer, request.prompt_token_ids, request.sampling.stop
             )
         self.scheduler.add(request)
+        self._is_idle = False
         self.metrics.observe_arrival(request)
+        for tier in tiers:
+            self.metrics.observe_lookup(tier)
         if detokenizer is not None:
             self._detokenizers[request.request_id] = detokenizer
 
     def abort(self, request_id: str) -> None:
         """Ends a request and releases what it owns; an unknown or finished one is ignored."""
+        self._is_idle = False
         request = self.scheduler.abort(request_id)
         if request is not None:
             self._forget(request)
@@ -216,37 +243,137 @@ class Engine:
         """True while a request is not finished or a step's tokens are not read."""
         return self.scheduler.has_work or self._in_flight is not None
 
+    # Adapters
+
+    def read_adapter(self, name: str, folder: Path) -> StoredAdapter:
+        """Reads an adapter for `add_adapter`; any thread may call it, and it changes nothing.
+
+        Raises:
+          CheckpointError: If it cannot be read or does not fit the model.
+          ValueError: If it is larger than the host tier.
+        """
+        return self.store.read(name, Path(folder))
+
+    def add_adapter(self, adapter: StoredAdapter) -> str:
+        """Lets requests use an adapter from now on; one that is known already stays as it is.
+
+        Returns:
+          Its id.
+
+        Raises:
+          ValueError: If it is larger than the host tier.
+        """
+        in_use = self.slot_cache.pinned | self.loader.copying
+        return self.store.add(adapter, keep=in_use)
+
+    def remove_adapter(self, adapter_id: str) -> None:
+        """Lets no new request use an adapter; its memory is free when the last of those that have it ends.
+
+        Raises:
+          UnknownModelError: If it is not loaded.
+          InvalidRequestError: If it is an expert of a gated set; nothing has changed then.
+        """
+        if adapter_id not in self.store:
+            raise not_loaded(adapter_id)
+        if sets := [s.name for s in self.gated_sets if adapter_id in s.experts]:
+            raise InvalidRequestError(
+                f"adapter {adapter_name(adapter_id)!r} is an expert of the gated set {', '.join(map(repr, sets))}, "
+                "which is served; it can be neither removed nor replaced while the server runs",
+                param="lora_name",
+            )
+        self.store.retire(adapter_id)
+        self._free_if_unused(adapter_id)
+
+    def adapter_status(self, adapter_id: str) -> Tier:
+        """The fastest tier that has the adapter.
+
+        Raises:
+          UnknownModelError: If it is not loaded.
+        """
+        self.store.known(adapter_id)
+        if adapter_id in self.slot_cache.resident:
+            return "slots"
+        return "host" if adapter_id in self.store.host or adapter_id in self.loader.staged else "disk"
+
+    def _free_if_unused(self, adapter_id: str) -> None:
+        """Frees all memory of a retired adapter that no request has any more."""
+        scheduler = self.scheduler
+        if adapter_id in scheduler.waiting_tally or adapter_id in scheduler.running_tally:
+            return
+        self.loader.drop(adapter_id)
+        self.store.forget(adapter_id)
+        if adapter_id in self.slot_cache.resident:
+            self.slot_cache.remove(adapter_id)
+
+    @property
+    def is_waiting_for_adapters(self) -> bool:
+        """True while a step would do nothing, until an adapter has been loaded or a request comes or goes."""
+        return self._is_idle and self.loader.is_waiting
+
+    def on_adapter_news(self, listener: Callable[[], None]) -> None:
+        """Has `listener` called, by another thread, whenever `is_waiting_for_adapters` may have become False."""
+        self.loader.on_news(listener)
+
     # One step
 
     def step(self) -> list[RequestOutput]:
         """Dispatches the next step, then reads the tokens of the step before; returns what is new.
 
+        Where nothing can run before an adapter is loaded, it waits for one, but not for long. A request whose adapter
+        cannot be loaded ends with reason ERROR.
+
         If anything fails on the way, every running request ends with reason ERROR, the device's state is made anew
         where it was lost, and the exception goes on to the caller; waiting requests and later ones can run.
         """
+        if self.is_waiting_for_adapters:
+            self.loader.wait(_MAX_WAIT_S)
         plan = None
         try:
+            outputs = self._take_loaded()
+            if self._in_flight is None and not self.scheduler.num_running:
+                self._load_ahead()  # nothing runs beside it: what is loaded at once is of use in this step
+                outputs += self._take_loaded()
             plan = self.scheduler.plan(self._clock())
-            outputs = self._carry_out(plan)
+            outputs += self._carry_out(plan)
         except Exception:
             self._give_up(plan)
             raise
         self._observe()
         if not self.has_work:
-            self.scheduler.check_integrity()
+            self.check_integrity()
+        return outputs
+
+    def _load_ahead(self) -> None:
+        """Has adapters brought to the device for the waiting requests that the next steps may admit."""
+        wanted = self.scheduler.wanted_adapters(self._clock(), _LOOK_AHEAD)
+        self.loader.update(wanted, in_use=self.slot_cache.pinned)
+
+    def _take_loaded(self) -> list[RequestOutput]:
+        """Takes adapters that have come to the device; ends the requests for which that has failed."""
+        outputs = []
+        for adapter_id, error in self.loader.collect().items():
+            self.metrics.observe_load_failure()
+            for request in self.scheduler.waiting_for(adapter_id):
+                self.scheduler.finish(request, FinishReason.ERROR)
+                self._forget(request)
+                outputs.append(_failed(request, error))
         return outputs
 
     def _carry_out(self, plan: StepPlan) -> list[RequestOutput]:
+        self._load(plan.loads)
         dispatched = None
         if not plan.is_empty:
             dispatched = self._dispatch(plan)
             self.scheduler.on_dispatched(plan)
+        self._load_ahead()  # while the device runs
         before, self._in_flight = self._in_flight, dispatched
+        self._is_idle = before is None and plan.is_empty and not plan.loads
         return self._commit(before) if before is not None else []
 
     def _give_up(self, plan: StepPlan | None) -> None:
         """Ends what runs after a failure in `plan`, or in planning if it is None; makes lost device state anew."""
         self._in_flight = None
+        self.loader.drop_staged()
         for request in self.scheduler.fail(plan or StepPlan()):
             self._forget(request)
         if _delete_if_lost((*self._cache.layers, self._last_tokens)):
@@ -260,7 +387,6 @@ class Engine:
 
     def _dispatch(self, plan: StepPlan) -> _InFlight:
         start_s = self._clock()
-        self._load(plan.loads)
         self._rows.update(plan.chunks, self.slot_cache.lookup, self._gated_set_ids)
         # Those of running requests that the step leaves out are counted too: they are few, and counting is slow.
         bucket = self.buckets.of(plan, self.slot_cache.num_pinned_slots)
@@ -277,10 +403,11 @@ class Engine:
         return sampled
 
     def _load(self, loads: Iterable[Load]) -> None:
-        """Copies adapters into their slots; ordered on the device after the steps that read the slots before."""
+        """Copies staged adapters into their slots; ordered on the device after the steps that read the slots before."""
         loads = tuple(loads)
+        self.metrics.observe_loads(len(loads))
         for load in loads:
-            contents = self.store.contents(load.adapter_id)
+            contents = self.loader.take(load.adapter_id)
             for slot_id, content in zip(load.slot_ids, contents, strict=True):
                 self._slots = write_slot(self._slots, slot_id, content)
         if loads and self._gates is not None:
@@ -348,18 +475,30 @@ class Engine:
     def _forget(self, request: Request) -> None:
         self._detokenizers.pop(request.request_id, None)
         self.metrics.observe_finish(request, self._clock())
+        for adapter_id in self.store.retired & set(request.adapters):
+            self._free_if_unused(adapter_id)
 
     def _observe(self) -> None:
-        self.metrics.set_queues(self.scheduler.running, self.scheduler.waiting)
         self.metrics.set_resources(
             num_resident=len(self.slot_cache.resident),
-            num_loading=0,  # a load is part of the step that needs it
+            num_loading=self.loader.num_loading,
             num_free_blocks=self.scheduler.block_pool.num_free,
         )
+        host = self.store.host
+        self.metrics.set_adapter_bytes(host=host.num_bytes, host_limit=host.max_bytes, staged=self.loader.staged_bytes)
+        self.metrics.observe_reads(self.loader.num_reads - self._num_reads)
+        self._num_reads = self.loader.num_reads
 
     def check_integrity(self) -> None:
-        """Checks that every row, block, slot and pin has exactly one owner."""
+        """Checks that every row, block, slot, pin and byte has one owner, and that what is retired is in use."""
         self.scheduler.check_integrity()
+        self.store.check_integrity()
+        self.loader.check_integrity()
+        for adapter_id in self.slot_cache.resident:
+            self.store.known(adapter_id)
+        for adapter_id in self.store.retired:
+            is_used = adapter_id in self.scheduler.waiting_tally or adapter_id in self.scheduler.running_tally
+            assert is_used, f"adapter {adapter_id!r} is retired and nobody uses it"
 
 
 def build_engine(
@@ -386,21 +525,39 @@ def build_engine(
       ValueError: If a gated set's expert is missing or sizes do not fit.
     """
     split = model_from_params(model.config, model.params)
-    store = AdapterStore(split.config, slot_rank=config.slot_rank, dtype=split.dtype)
-    max_rank = config.adapter_slots * config.slot_rank
+    store = AdapterStore(
+        split.config,
+        slot_rank=config.slot_rank,
+        dtype=split.dtype,
+        max_rank=config.adapter_slots * config.slot_rank,
+        host_bytes=config.adapter_host_bytes,
+    )
     for name, folder in tqdm(adapters, desc="reading adapters", unit="adapter", disable=not progress or not adapters):
-        weights = load_adapter(folder, split.config, max_rank=max_rank)
-        store.add(StoredAdapter(name, folder, weights))
-    for gated_set in gated_sets:
-        missing = [expert for expert in gated_set.experts if expert not in store]
-        if missing:
-            raise ValueError(
-                f"gated set {gated_set.name!r} uses the adapters {', '.join(missing)}, which are not loaded; add them "
-                "with --adapters"
-            )
-    engine = Engine(split, model.tokenizer, store, gated_sets, config, metrics=metrics)
+        store.add(store.read(name, folder))
+    engine = Engine(split, model.tokenizer, store, gated_sets, config, metrics=metrics, loads_in_background=True)
     engine.compile(progress=progress)
     return engine
+
+
+def _with_expert_ids(gated_set: GatedSetWeights, store: AdapterStore) -> GatedSetWeights:
+    """The set with ids of adapters in place of their names."""
+    ids = {expert: expert if expert in store else store.id_of(expert) for expert in gated_set.experts}
+    if missing := [expert for expert, adapter_id in ids.items() if adapter_id is None]:
+        raise ValueError(
+            f"gated set {gated_set.name!r} uses the adapters {', '.join(missing)}, which are not loaded; add them with "
+            "--adapters"
+        )
+    return dataclasses.replace(gated_set, experts=tuple(ids[expert] for expert in gated_set.experts))
+
+
+def _failed(request: Request, error: str) -> RequestOutput:
+    return RequestOutput(
+        request_id=request.request_id,
+        finish_reason=FinishReason.ERROR,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        error=error,
+    )
 
 
 def _token_logprob(request: Request, index: int, sampled: SampledTokens) -> TokenLogprob:
@@ -425,14 +582,15 @@ def _delete_if_lost(arrays: Sequence[Array]) -> bool:
     return True
 
 
-def _blocks_that_fit(model: SplitModel, config: EngineConfig) -> int:
-    """KV blocks for the memory that weights and slots leave; a fixed amount where the device does not tell."""
+def _blocks_that_fit(model: SplitModel, config: EngineConfig, num_staging_slots: int) -> int:
+    """KV blocks for the memory that weights, slots and staging leave; a fixed amount where the device does not tell."""
     bytes_per_block = block_bytes(model.config, block_size=config.block_size, dtype=model.dtype)
     device = next(iter(jax.tree.leaves(model.state)[0].devices()))
     stats: dict[str, int] | None = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return max(1, _CPU_CACHE_BYTES // bytes_per_block)
-    free_bytes = int(stats["bytes_limit"] * (1 - _SPARE_FRACTION)) - stats["bytes_in_use"]
+    staging_bytes = num_staging_slots * slot_bytes(model.config, config.slot_rank, model.dtype)
+    free_bytes = int(stats["bytes_limit"] * (1 - _SPARE_FRACTION)) - stats["bytes_in_use"] - staging_bytes
     if free_bytes < bytes_per_block:
         slots_bytes = config.adapter_slots * slot_bytes(model.config, config.slot_rank, model.dtype)
         raise ValueError(

@@ -37,18 +37,37 @@ class UnauthorizedError(ServingError):
         super().__init__(message, status=401, type="authentication_error", code="invalid_api_key")
 
 
-class UnknownModelError(ServingError):
-    """404: no model, adapter, mix or gated set has this name."""
+class ForbiddenError(ServingError):
+    """403: this client, or any client, may not do this; the message says what the server's owner can change."""
 
-    def __init__(self, message: str, *, param: str | None = "model") -> None:
-        super().__init__(message, status=404, type="NotFoundError", param=param)
+    def __init__(self, message: str, *, param: str | None = None, code: int | str | None = None) -> None:
+        super().__init__(message, status=403, type="permission_error", param=param, code=code)
+
+
+class UnknownModelError(ServingError):
+    """404: no model, adapter, mix or gated set has this name, or no folder this path."""
+
+    def __init__(self, message: str, *, param: str | None = "model", code: int | str | None = None) -> None:
+        super().__init__(message, status=404, type="NotFoundError", param=param, code=code)
+
+
+class ConflictError(ServingError):
+    """409: what is asked for does not go with what the server holds now."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: int | str | None = None) -> None:
+        super().__init__(message, status=409, type="conflict_error", param=param, code=code)
 
 
 class OverloadedError(ServingError):
-    """429: the server has as many requests as it takes; try again later."""
+    """429: the server has as many requests, or loads, as it takes; try again later.
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, status=429, type="rate_limit_error")
+    Attributes:
+      retry_after_s: when there may be room, in whole seconds, at least 1.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: int = 1, code: int | str | None = None) -> None:
+        super().__init__(message, status=429, type="rate_limit_error", code=code)
+        self.retry_after_s = max(1, retry_after_s)
 
 
 class EngineError(ServingError):

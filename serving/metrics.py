@@ -1,19 +1,26 @@
 """Prometheus metrics of one engine, in a registry of their own.
 
 Cardinality: the label `adapter` takes the names of at most `max_adapter_labels` adapters; all others are counted
-together under OTHER_ADAPTERS. Mixes are never a label: a request counts once for each of its adapters, and requests on
-the base model count for none. Names may hold any character; the exposition format escapes them.
+together under OTHER_ADAPTERS, and an adapter's series ends when it is unloaded. Mixes are never a label: a request
+counts once for each of its adapters, and requests on the base model count for none. Names may hold any character; the
+exposition format escapes them.
 """
 
-from collections import Counter as Tally
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter as Counts
+from collections.abc import Iterator
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from serving.adapter_ids import adapter_name
+from serving.adapter_tally import AdapterTally
 from serving.plan import StepPlan
 from serving.request import Request
+
+Tier = Literal["slots", "host", "disk"]
+"""Where an adapter is: in slots of the device, in host memory, or neither."""
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 OTHER_ADAPTERS = "(other)"
@@ -73,7 +80,27 @@ class Metrics:
         self._adapter_requests = Counter(
             "dymerge_adapter_requests_total", "Requests taken in that use an adapter.", ["adapter"], registry=registry
         )
+        self._refused = Counter(
+            "dymerge_requests_refused_total", "Requests and loads answered with 429.", ["reason"], registry=registry
+        )
         self._loads = Counter("dymerge_adapter_loads_total", "Adapters copied into slots.", registry=registry)
+        self._reads = Counter("dymerge_adapter_reads_total", "Adapters read again from disk.", registry=registry)
+        self._load_failures = Counter(
+            "dymerge_adapter_load_failures_total", "Loads that failed, and their requests with them.", registry=registry
+        )
+        self._lookups = Counter(
+            "dymerge_adapter_lookups_total",
+            "Adapters of arriving requests by where they were: slots, host or disk.",
+            ["tier"],
+            registry=registry,
+        )
+        self._host_bytes = Gauge(
+            "dymerge_adapter_host_bytes", "Host memory of adapters, those being read included.", registry=registry
+        )
+        self._host_limit = Gauge("dymerge_adapter_host_limit_bytes", "Bound of host memory.", registry=registry)
+        self._staged_bytes = Gauge(
+            "dymerge_adapter_staged_bytes", "Device memory of adapters on their way into slots.", registry=registry
+        )
         self._preemptions = Counter(
             "dymerge_preemptions_total", "Requests that lost their KV blocks to older ones.", registry=registry
         )
@@ -90,6 +117,10 @@ class Metrics:
         self._prompt_tokens.inc(request.num_prompt_tokens)
         for adapter_id in request.adapters:
             self._adapter_requests.labels(adapter=self._label(adapter_id)).inc()
+
+    def observe_refused(self, reason: Literal["queue_full", "lora_load_busy"], count: int = 1) -> None:
+        """Requests, or a load, were told to come back later. Called by any thread."""
+        self._refused.labels(reason=reason).inc(count)
 
     def observe_ttft(self, request: Request, now_s: float) -> None:
         """The first token of a request went out at `now_s`, on the clock of its arrival."""
@@ -112,12 +143,27 @@ class Metrics:
         """A step was run."""
         self._step.observe(duration_s)
         self._step_tokens.inc(plan.num_tokens)
-        self._loads.inc(len(plan.loads))
         self._preemptions.inc(len(plan.preempted))
 
-    def set_queues(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
-        """Which requests run and wait now. Cheap: they are counted by adapter when `render` is called."""
-        self._queues.snapshot = (running, waiting)
+    def observe_lookup(self, tier: Tier) -> None:
+        """A request came for an adapter that was in this tier."""
+        self._lookups.labels(tier=tier).inc()
+
+    def observe_loads(self, num_loads: int) -> None:
+        """So many adapters were copied into slots."""
+        self._loads.inc(num_loads)
+
+    def observe_reads(self, num_reads: int) -> None:
+        """So many adapters were read again from disk."""
+        self._reads.inc(num_reads)
+
+    def observe_load_failure(self) -> None:
+        """An adapter could not be loaded."""
+        self._load_failures.inc()
+
+    def watch_queues(self, running: AdapterTally, waiting: AdapterTally) -> None:
+        """Shows these counts from now on."""
+        self._queues.tallies = (running, waiting)
 
     def set_resources(self, *, num_resident: int, num_loading: int, num_free_blocks: int) -> None:
         """Adapters in slots, adapters on their way there, and free KV blocks."""
@@ -125,45 +171,62 @@ class Metrics:
         self._loading.set(num_loading)
         self._free_blocks.set(num_free_blocks)
 
+    def set_adapter_bytes(self, *, host: int, host_limit: int, staged: int) -> None:
+        """Host memory of adapters, its bound, and device memory of those on their way into slots."""
+        self._host_bytes.set(host)
+        self._host_limit.set(host_limit)
+        self._staged_bytes.set(staged)
+
     def render(self) -> bytes:
         """All metrics in Prometheus' text format, of type CONTENT_TYPE."""
         return generate_latest(self._registry)
 
+    def forget_adapter(self, name: str) -> None:
+        """An adapter was unloaded: its series ends, and its label's place is free for another one."""
+        if name in self._labels:
+            self._labels.remove(name)
+            self._adapter_requests.remove(name)
+
     def _label(self, adapter_id: str) -> str:
-        """The adapter's own label value if it is among the first to need one."""
-        if adapter_id not in self._labels and len(self._labels) >= self._max_adapter_labels:
+        """The name of the adapter if it is among the first to need a label value, else OTHER_ADAPTERS."""
+        name = adapter_name(adapter_id)
+        if name not in self._labels and len(self._labels) >= self._max_adapter_labels:
             return OTHER_ADAPTERS
-        self._labels.add(adapter_id)
-        return adapter_id
+        self._labels.add(name)
+        return name
 
 
 class _Queues:
-    """Collector of running and waiting requests, in total and by adapter, from one snapshot.
+    """Collector of running and waiting requests, in total and by adapter.
 
     Attributes:
-      snapshot: the running and the waiting requests; replaced as a whole, so that a reader in another thread never
-        sees half an update, nor an adapter that has no request any more.
+      tallies: of the running and the waiting requests. The engine's thread counts on while another one reads.
     """
 
     def __init__(self, max_adapter_labels: int) -> None:
-        self.snapshot: tuple[Sequence[Request], Sequence[Request]] = ((), ())
+        self.tallies = (AdapterTally(), AdapterTally())
         self._max_adapter_labels = max_adapter_labels
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yields the four gauges."""
-        for phase, requests in zip(("running", "waiting"), self.snapshot, strict=True):
-            yield GaugeMetricFamily(f"dymerge_requests_{phase}", f"Requests that are {phase}.", value=len(requests))
+        for phase, tally in zip(("running", "waiting"), self.tallies, strict=True):
+            yield GaugeMetricFamily(
+                f"dymerge_requests_{phase}", f"Requests that are {phase}.", value=tally.num_requests
+            )
             gauge = GaugeMetricFamily(
                 f"dymerge_adapter_requests_{phase}",
                 f"Requests that are {phase} and use an adapter.",
                 labels=["adapter"],
             )
-            for adapter_id, count in self._tally(requests):
-                gauge.add_metric([adapter_id], count)
+            for name, count in self._counts(tally):
+                gauge.add_metric([name], count)
             yield gauge
 
-    def _tally(self, requests: Iterable[Request]) -> list[tuple[str, int]]:
-        """Requests by adapter, most used first; those beyond the limit of labels are added up."""
-        tally = Tally(adapter_id for request in requests for adapter_id in request.adapters).most_common()
-        shown, others = tally[: self._max_adapter_labels], tally[self._max_adapter_labels :]
+    def _counts(self, tally: AdapterTally) -> list[tuple[str, int]]:
+        """Requests by name, most used first; those beyond the limit of labels are added up."""
+        by_name: Counts[str] = Counts()
+        for adapter_id, count in tally.by_adapter().items():
+            by_name[adapter_name(adapter_id)] += count  # a replaced adapter may still run beside the new one
+        counts = by_name.most_common()
+        shown, others = counts[: self._max_adapter_labels], counts[self._max_adapter_labels :]
         return [*shown, (OTHER_ADAPTERS, sum(count for _, count in others))] if others else shown

@@ -1,4 +1,4 @@
-"""The bodies of the OpenAI routes: what a client may send, checked; every refusal names its field.
+"""The bodies of the routes: what a client may send, checked; every refusal names its field.
 
 Three kinds of fields besides those below: some are harmless and ignored, some would change the answer in a way that is
 not supported and are refused unless they hold their neutral value, and any other name is refused as unknown, because a
@@ -7,6 +7,7 @@ misspelt `adapter_mix` that is ignored would be answered by the wrong model.
 
 import difflib
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -94,6 +95,12 @@ class _Fields(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", frozen=True)
 
 
+Weights = Annotated[
+    dict[str, float] | None,
+    pydantic.PlainValidator(parse_adapter_mix, json_schema_input_type=dict[str, float] | list[dict[str, Any]] | None),
+]
+
+
 class StreamOptions(_Fields):
     """How a stream is sent; `include_obfuscation` of OpenAI's API is accepted and has no effect."""
 
@@ -104,13 +111,10 @@ class StreamOptions(_Fields):
 class GenerationFields(_Fields):
     """What completions and chat share. None means the default named in the description."""
 
-    model: str | None = Field(None, description="Base model, adapter or gated set; the base where it is left out.")
-    adapter_mix: Annotated[
-        dict[str, float] | None,
-        pydantic.PlainValidator(
-            parse_adapter_mix, json_schema_input_type=dict[str, float] | list[dict[str, Any]] | None
-        ),
-    ] = Field(None, description="Weights by adapter, as an object or as a list of {adapter, weight}; {} is the base.")
+    model: str | None = Field(None, description="Base, adapter, gated set or named mix; the base where it is left out.")
+    adapter_mix: Weights = Field(
+        None, description="Weights by adapter, as an object or as a list of {adapter, weight}; {} is the base."
+    )
     lora: Annotated[
         list[tuple[int | str, float]] | None,
         pydantic.PlainValidator(parse_lora, json_schema_input_type=list[dict[str, Any]] | None),
@@ -230,13 +234,43 @@ class ChatRequest(GenerationFields):
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
 
+class LoadAdapterRequest(_Fields):
+    """Body of POST /v1/load_lora_adapter: vLLM's, and `expected_generation`."""
+
+    lora_name: str = ""  # empty or left out is answered in vLLM's words
+    lora_path: str = Field("", description="Folder below an --adapter-root, relative to it or absolute.")
+    load_inplace: bool = Field(False, description="Replace the adapter of this name, if there is one.")
+    is_3d_lora_weight: Literal[False] | None = Field(None, description="vLLM's; only false is supported.")
+    expected_generation: str | None = Field(
+        None, description="Replace only if the adapter's generation (/v1/models) is this one; 409 otherwise."
+    )
+
+
+class UnloadAdapterRequest(_Fields):
+    """Body of POST /v1/unload_lora_adapter: vLLM's, and `expected_generation`."""
+
+    lora_name: str = ""
+    lora_int_id: int | None = Field(None, description="Of older clients of vLLM; the name alone counts.")
+    expected_generation: str | None = Field(
+        None, description="Unload only if the adapter's generation (/v1/models) is this one; 409 otherwise."
+    )
+
+
+class MixRequest(_Fields):
+    """Body of POST /v1/mixes."""
+
+    name: str = Field(description="What requests give as `model`.")
+    adapter_mix: Weights = Field(description="Weights by adapter, as an object or as a list of {adapter, weight}.")
+    replace: bool = Field(False, description="Replace the mix of this name, if there is one.")
+
+
 def parse_body[T: GenerationFields](kind: type[T], body: bytes) -> T:
-    """Reads a request body.
+    """Reads the body of a generation route.
 
     Raises:
       InvalidRequestError: With the field's name, where one is to blame, in `param`.
     """
-    fields = _parse_json_object(body)
+    fields = parse_json_object(body)
     fields = {name: value for name, value in fields.items() if name not in IGNORED_FIELDS}
     for name in NEUTRAL_VALUES.keys() & fields.keys():
         value = fields.pop(name)
@@ -244,24 +278,43 @@ def parse_body[T: GenerationFields](kind: type[T], body: bytes) -> T:
             raise InvalidRequestError(
                 f"{name} is {shown(value)}, but {name} is not supported; leave it out", param=name
             )
+    return _validate(kind, fields, [*NEUTRAL_VALUES, *IGNORED_FIELDS])
+
+
+def parse_admin_body[T: LoadAdapterRequest | UnloadAdapterRequest | MixRequest](kind: type[T], body: bytes) -> T:
+    """Reads the body of a route that changes the server.
+
+    Raises:
+      InvalidRequestError: With the field's name, where one is to blame, in `param`.
+    """
+    return _validate(kind, parse_json_object(body))
+
+
+def _validate[T: _Fields](kind: type[T], fields: dict[str, Any], other_names: Sequence[str] = ()) -> T:
+    """Checked fields; `other_names` are known beside them, for hints."""
     if unknown := sorted(fields.keys() - kind.model_fields.keys()):
-        raise _unknown_field(unknown[0], kind)
+        raise _unknown_field(unknown[0], kind, other_names)
     try:
         return kind.model_validate(fields)
     except pydantic.ValidationError as error:
         raise _invalid_field(error) from None
 
 
-def _parse_json_object(body: bytes) -> dict[str, Any]:
+def parse_json_object(body: bytes, what: str = "the body") -> dict[str, Any]:
+    """An object without repeated keys; `what` it is, for errors.
+
+    Raises:
+      InvalidRequestError: If it is something else.
+    """
     try:
         value = json.loads(body.decode("utf-8"), object_pairs_hook=_unique_keys)
         if b"\\u" in body:  # an escaped half of a surrogate pair is no text, and no tokenizer takes it
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         detail = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise InvalidRequestError(f"the body is not valid JSON: {detail}") from None
+        raise InvalidRequestError(f"{what} is not valid JSON: {detail}") from None
     if not isinstance(value, dict):
-        raise InvalidRequestError(f"the body is {shown(value)}; expected a JSON object")
+        raise InvalidRequestError(f"{what} is {shown(value)}; expected a JSON object")
     return value
 
 
@@ -275,8 +328,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _unknown_field(name: str, kind: type[GenerationFields]) -> InvalidRequestError:
-    close = difflib.get_close_matches(name, [*kind.model_fields, *NEUTRAL_VALUES, *IGNORED_FIELDS], n=1)
+def _unknown_field(name: str, kind: type[_Fields], other_names: Sequence[str]) -> InvalidRequestError:
+    close = difflib.get_close_matches(name, [*kind.model_fields, *other_names], n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"the fields are {', '.join(kind.model_fields)}"
     return InvalidRequestError(f"the field {shown(name)} is unknown; {hint}", param=name)
 

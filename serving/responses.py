@@ -6,22 +6,36 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from serving.errors import EngineError, ServingError, UnavailableError
+from fastapi.responses import JSONResponse
+
+from serving.errors import EngineError, OverloadedError, ServingError, UnauthorizedError, UnavailableError
 from serving.prompts import PromptEncoder
 from serving.request import FinishReason, RequestOutput, TokenLogprob
 
 DONE_EVENT = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_MARK, _ENCODED_MARK = "\0", b'"\\u0000"'  # stands for the text in a frame
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say; OpenAI's value
 
 
 def event(content: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(content).encode() + b"\n\n"
 
 
 def error_content(error: ServingError) -> dict[str, Any]:
     """The body of an error answer."""
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def error_response(error: ServingError) -> JSONResponse:
+    """An error as an answer, with the headers that its status asks for."""
+    headers = {}
+    if isinstance(error, UnauthorizedError):
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, OverloadedError):
+        headers["retry-after"] = str(error.retry_after_s)
+    return JSONResponse(error_content(error), error.status, headers)
 
 
 def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
@@ -73,6 +87,27 @@ class AnswerFormat(abc.ABC):
         self.model = model
         self.encoder = encoder
         self.num_top_logprobs = num_top_logprobs
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # by choice: what stands around the text of an event
+
+    def chunk_event(self, choices: Sequence[dict[str, Any]], *, has_usage: bool) -> bytes:
+        """One event of a stream; the last one of those that tell usage is another, so it is null here."""
+        content = self.envelope(choices, is_chunk=True)
+        return event(content | {"usage": None} if has_usage else content)
+
+    def output_event(self, index: int, output: RequestOutput, *, has_usage: bool) -> bytes:
+        """The event of a choice's output.
+
+        Nearly all bring text and nothing else: they differ in the text alone, and what is around it is made once, as
+        building it for every token of every stream would take half of the event loop's time.
+        """
+        if not output.text or output.finish_reason is not None or self.num_top_logprobs is not None:
+            return self.chunk_event([self.delta(index, output)], has_usage=has_usage)
+        if index not in self._frames:
+            marked = self.delta(index, RequestOutput(output.request_id, _MARK))
+            before, _, after = self.chunk_event([marked], has_usage=has_usage).rpartition(_ENCODED_MARK)
+            self._frames[index] = before, after
+        before, after = self._frames[index]
+        return before + _encode(output.text).encode() + after
 
     @abc.abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:

@@ -6,12 +6,16 @@ blocks, adapter slots, and the token budget of a step.
 
 import dataclasses
 import heapq
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool
 
+from serving.adapter_ids import adapter_name
+from serving.adapter_tally import AdapterTally
 from serving.block_pool import BlockPool
 from serving.errors import InvalidRequestError
 from serving.plan import Chunk, Load, StepPlan
@@ -20,6 +24,21 @@ from serving.prefix_cache import PrefixCache
 from serving.request import FinishReason, Phase, Request
 from serving.slot_cache import SlotCache
 from serving.waiting_queue import CountOutside, Needs, WaitingQueue, WaitingRequests, arrival_order
+
+
+@runtime_checkable
+class Staging(Protocol):
+    """Where adapters are between the host and their slots."""
+
+    @property
+    def staged(self) -> Set[str]:
+        """Ids of the adapters that can be copied into slots without waiting: a live view."""
+        ...
+
+    @property
+    def max_slots(self) -> int:
+        """Slots' worth of adapters that can be staged at once."""
+        ...
 
 
 class Scheduler:
@@ -59,14 +78,19 @@ class Scheduler:
     without an owner do, as they are free until then. What it shares is looked up only once the policy has chosen it
     and its slots are free: among thousands of waiting requests (`_Fitting`), each is taken to share nothing.
 
-    Room that is claimed. While a request for which the policy says CLAIM is waiting for slots (for lack of anything
-    else nobody fits: all requests need rows, blocks and budget), its room is: one row; blocks for its tokens and one
-    more; and every slot that is unpinned now or later, until it has enough. A request behind it is admitted only if
-    all its adapters are among the claimant's own (a base request has none); it fits, at its greatest length, into the
-    blocks beyond the claim, all of which are promised to it while it runs, and a row is left; and its prompt ends
-    within this step, so that from the next step on it takes one token of budget, and
-    `max_num_batched_tokens >= max_num_seqs` keeps one for each row. So each admission leaves the claim whole. Blocks
-    that a request takes beyond its promise later on are its own alone, and come back when it ends.
+    Adapters that are not at hand. With a staging area, a request is admitted only if each of its adapters is in slots
+    or staged; until then others are tried as if it did not fit. A request that lacks more slots than the staging area
+    has gets its adapters into slots as they come, before it is admitted. What one step copies into slots is bounded
+    while others run: the rest is admitted in the next.
+
+    Room that is claimed. While a request for which the policy says CLAIM is waiting for slots or adapters (for lack of
+    anything else nobody fits: all requests need rows, blocks and budget), its room is: one row; blocks for its tokens
+    and one more; and every slot that is unpinned now or later, until it has enough. A request behind it is admitted
+    only if all its adapters are among the claimant's own (a base request has none); it fits, at its greatest length,
+    into the blocks beyond the claim, all of which are promised to it while it runs, and a row is left; and its prompt
+    ends within this step, so that from the next step on it takes one token of budget, and `max_num_batched_tokens >=
+    max_num_seqs` keeps one for each row. So each admission leaves the claim whole. Blocks that a request takes beyond
+    its promise later on are its own alone, and come back when it ends.
     """
 
     def __init__(
@@ -80,6 +104,8 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        staging: Staging | None = None,
+        max_slot_writes: int | None = None,
     ) -> None:
         """Nothing waits and nothing runs.
 
@@ -91,6 +117,9 @@ class Scheduler:
           max_num_seqs: engine rows.
           max_num_batched_tokens: token budget of a step, at least max_num_seqs.
           max_model_len: most tokens of one request, prompt and output together.
+          staging: adapters at hand; None: all are.
+          max_slot_writes: most slots that a step writes into while others run, unless one request alone needs more;
+            None for no limit.
         """
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
@@ -105,6 +134,10 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.num_preemptions = 0
+        self.waiting_tally = AdapterTally()
+        self.running_tally = AdapterTally()
+        self._staging = staging
+        self._max_slot_writes = max_slot_writes
         self._requests: dict[str, Request] = {}  # waiting and running
         self._waiting = WaitingQueue(num_slots_by_adapter)
         self._running: list[Request] = []  # by admission
@@ -198,7 +231,7 @@ class Scheduler:
         if request.phase is Phase.RUNNING:
             self._release(request)
         else:
-            self._waiting.remove(request)
+            self._leave_queue(request)
         del self._requests[request.request_id]
         request.phase = Phase.FINISHED
         request.finish_reason = reason
@@ -223,6 +256,32 @@ class Scheduler:
         if self.num_waiting and self._free_rows and not draft.is_short_of_blocks:
             self._admit(draft, now_s)
         return StepPlan(tuple(draft.chunks.values()), tuple(draft.loads), tuple(draft.preempted))
+
+    def wanted_adapters(self, now_s: float, look_ahead: int) -> list[str]:
+        """Adapters without slots of waiting requests, in the order in which the policy would take these.
+
+        Args:
+          now_s: as for `plan`.
+          look_ahead: how many to find, those of the last request included whole; and how many requests to look at.
+        """
+        resident = self.slot_cache.resident
+        if self._waiting.adapters <= resident:
+            return []
+        waiting = self._waiting.snapshot()
+        is_lacking = waiting.count_adapters_outside(resident).values() > 0
+        order = self.policy.order(waiting, resident, lambda: is_lacking, now_s)
+        wanted: dict[str, None] = {}
+        for request in itertools.islice(order, look_ahead):
+            wanted |= dict.fromkeys(adapter_id for adapter_id in request.adapters if adapter_id not in resident)
+            if len(wanted) >= look_ahead:
+                break
+        return list(wanted)
+
+    def waiting_for(self, adapter_id: str) -> list[Request]:
+        """Waiting requests that use the adapter, by arrival."""
+        if adapter_id not in self._waiting.adapters:
+            return []
+        return [request for request in self.waiting if adapter_id in request.adapters]
 
     def on_dispatched(self, plan: StepPlan) -> None:
         """Takes note that the device will run `plan`: its tokens count as computed, its samples are in flight."""
@@ -277,6 +336,10 @@ class Scheduler:
             assert request.row is None, f"{request} waits with a row"
             assert not request.block_table, f"{request} waits with blocks"
         assert len(self._requests) == len(self._waiting) + len(self._running), "requests are lost"
+        for tally, requests in ((self.waiting_tally, self.waiting), (self.running_tally, self.running)):
+            num_users = Counter(adapter_id for request in requests for adapter_id in request.adapters)
+            counted = (tally.num_requests, tally.by_adapter())
+            assert counted == (len(requests), num_users), f"counted {counted}, there are {len(requests)}: {num_users}"
 
     def _running_in_order(self) -> list[Request]:
         """Those whose tokens, counting the ones in flight, are below their limit: decode rows, then prefills."""
@@ -342,15 +405,16 @@ class Scheduler:
             num_rows=len(self._free_rows),
             num_blocks=self.block_pool.num_free - sum(map(self._promised_blocks, self._running)),
         )
+        draft.max_slot_writes = self._max_slot_writes if draft.chunks else None
         waiting = self._waiting.snapshot()
-        fitting = _Fitting(waiting, self.slot_cache, room, draft)
+        fitting = _Fitting(waiting, self.slot_cache, room, draft, self._staging)
         order = self.policy.order(waiting, self.slot_cache.resident, fitting, now_s)
         admitted: list[Request] = []
         try:
             self._try_in_order(order, room, draft, admitted, now_s)
         finally:  # only now, as `waiting` is to stay as it is meanwhile
             for request in admitted:
-                self._waiting.remove(request)
+                self._leave_queue(request)
 
     def _try_in_order(
         self, order: Iterator[Request], room: "_Room", draft: "_Draft", admitted: list[Request], now_s: float
@@ -361,11 +425,15 @@ class Scheduler:
                 return
             shared = self._shared_if_it_fits(request, room, draft.budget)
             if shared is not None:
+                if not draft.can_write(self._num_slots_missing(request)):
+                    return
                 admitted.append(request)
                 request.has_overtaken = room.claimed_by is not None
                 room.take(self._promised_blocks(request) - self.block_pool.count_owned(shared))
                 self._start(request, shared, draft)
                 continue
+            if room.claimed_by is None:
+                self._place_staged(request, draft)
             match self.policy.when_blocked(request, now_s):
                 case WhenBlocked.STOP:
                     return
@@ -380,7 +448,7 @@ class Scheduler:
 
         `_Fitting` says the same of all waiting requests at once, as if they found none.
         """
-        if not self.slot_cache.can_hold(self._num_slots(request)):
+        if not self._is_at_hand(request) or not self.slot_cache.can_hold(self._num_slots(request)):
             return None
         if room.claimed_by is not None and not room.claimed_by.issuperset(request.adapters):
             return None
@@ -393,6 +461,38 @@ class Scheduler:
 
     def _find_computed(self, request: Request) -> list[int]:
         return [] if self.prefix_cache is None else self.prefix_cache.find(request)
+
+    def _is_at_hand(self, request: Request) -> bool:
+        """True if each adapter of the request is in slots or can be copied there without waiting."""
+        if self._staging is None:
+            return True
+        resident, staged = self.slot_cache.resident, self._staging.staged
+        return all(adapter_id in resident or adapter_id in staged for adapter_id in request.adapters)
+
+    def _num_slots_missing(self, request: Request) -> int:
+        num_slots, resident = self._num_slots(request), self.slot_cache.resident
+        return sum(count for adapter_id, count in num_slots.items() if adapter_id not in resident)
+
+    def _place_staged(self, request: Request, draft: "_Draft") -> None:
+        """Gives slots to the staged adapters of a request for which the staging area is too small."""
+        if self._staging is None or self._num_slots_missing(request) <= self._staging.max_slots:
+            return
+        cache, staged = self.slot_cache, self._staging.staged
+        placed = [adapter_id for adapter_id in request.adapters if adapter_id in cache.resident]
+        for adapter_id in placed:
+            cache.pin(adapter_id)  # for as long as loads may evict it
+        for adapter_id in request.adapters:
+            if adapter_id in cache.resident or adapter_id not in staged:
+                continue
+            num_slots = self.num_slots_by_adapter(adapter_id)
+            load = cache.plan_load(adapter_id, num_slots) if draft.can_write(num_slots) else None
+            if load is None:
+                break
+            draft.loads.append(load)
+            cache.pin(adapter_id)
+            placed.append(adapter_id)
+        for adapter_id in placed:
+            cache.unpin(adapter_id)
 
     def _start(self, request: Request, shared: list[int], draft: "_Draft") -> None:
         """Gives a waiting request its row, pins and the blocks that it shares, and plans its first chunk."""
@@ -416,12 +516,14 @@ class Scheduler:
         request.phase = Phase.RUNNING
         request.epoch += 1
         self._running.append(request)
+        self.running_tally.add(request)
         self._plan_chunk(request, draft)
 
     def _release(self, request: Request) -> None:
         """Takes row, blocks and pins from a running request."""
         assert request.row is not None
         self._running.remove(request)
+        self.running_tally.remove(request)
         heapq.heappush(self._free_rows, request.row)
         request.row = None
         if self.prefix_cache is not None:
@@ -437,6 +539,11 @@ class Scheduler:
         request.phase = Phase.WAITING
         needs = Needs(self._promised_blocks(request), self._most_blocks(request), request.num_uncomputed_tokens)
         self._waiting.add(request, needs)
+        self.waiting_tally.add(request)
+
+    def _leave_queue(self, request: Request) -> None:
+        self._waiting.remove(request)
+        self.waiting_tally.remove(request)
 
     def _token_limit(self, request: Request) -> int:
         """Most tokens of the request, prompt and output."""
@@ -466,6 +573,12 @@ class _Draft:
     loads: list[Load] = dataclasses.field(default_factory=list)
     preempted: list[Request] = dataclasses.field(default_factory=list)
     is_short_of_blocks: bool = False
+    max_slot_writes: int | None = None
+
+    def can_write(self, num_slots: int) -> bool:
+        """True if the step may write into so many slots more."""
+        num_written = sum(len(load.slot_ids) for load in self.loads)
+        return not num_written or self.max_slot_writes is None or num_written + num_slots <= self.max_slot_writes
 
     def add(self, chunk: Chunk) -> None:
         self.chunks[chunk.request.request_id] = chunk
@@ -507,13 +620,19 @@ class _Fitting:
     as they take from all.
     """
 
-    def __init__(self, waiting: WaitingRequests, slot_cache: SlotCache, room: _Room, draft: _Draft) -> None:
+    def __init__(
+        self, waiting: WaitingRequests, slot_cache: SlotCache, room: _Room, draft: _Draft, staging: Staging | None
+    ) -> None:
         self._waiting = waiting
         self._slot_cache = slot_cache
         self._room = room
         self._draft = draft
+        self._staging = staging
+        self._at_hand: set[str] = set()  # adapters in slots or staged
+        self._not_at_hand = waiting.count_adapters_outside(self._at_hand)
         self._slots_to_pin: CountOutside | None = None  # counted when first asked for
         self._most_slots_to_pin = 0
+        self._most_slots: int | None = None  # of any request
 
     def __call__(self) -> Bool[np.ndarray, " num_waiting"]:
         """[num_waiting] as things are now."""
@@ -525,11 +644,27 @@ class _Fitting:
         num_slots = slot_cache.num_free + slot_cache.num_evictable_slots
         if num_slots < self._most_slots_to_pin:  # else nobody lacks slots; admissions only lower what others need
             fits &= self._slots_to_pin.values() <= num_slots
+        if self._staging is not None:
+            fits &= self._is_at_hand(self._staging)
         if room.claimed_by is None:
             return fits
         fits &= waiting.count_adapters_outside(room.claimed_by).values() == 0
         return fits & (waiting.num_tokens <= self._draft.budget)
 
+    def _is_at_hand(self, staging: Staging) -> Bool[np.ndarray, " num_waiting"]:
+        """[num_waiting] True also for those too large to be staged at once, of which something can be placed."""
+        waiting, resident = self._waiting, self._slot_cache.resident
+        self._at_hand.clear()
+        self._at_hand.update(resident, staging.staged)
+        num_not_at_hand = self._not_at_hand.values()
+        if self._most_slots is None:
+            self._most_slots = int(waiting.count_slots_outside(frozenset()).values().max(initial=0))
+        if self._most_slots <= staging.max_slots:
+            return num_not_at_hand == 0
+        is_too_large = waiting.count_slots_outside(resident).values() > staging.max_slots
+        is_staged_in_part = num_not_at_hand < waiting.count_adapters_outside(resident).values()
+        return (num_not_at_hand == 0) | (is_too_large & is_staged_in_part)
+
 
 def _counts_text(num_slots: dict[str, int]) -> str:
-    return ", ".join(f"{adapter_id}: {count}" for adapter_id, count in num_slots.items())
+    return ", ".join(f"{adapter_name(adapter_id)}: {count}" for adapter_id, count in num_slots.items())

@@ -1,14 +1,14 @@
-"""HTTP routes in the shape of OpenAI's API, and the server that carries them.
+"""HTTP routes in the shape of OpenAI's API, those that change the server, and the server that carries them.
 
 The life of a request: the body is read and checked (protocol), its model and mix resolved (mixes), its text tokenized
 (prompts); the engine accepts it (async_engine); its outputs are shaped (responses) and sent, as one answer or as
 server-sent events. All checks come before the first byte of an answer. A client that goes away ends its request.
+Who may ask what is decided in access.
 """
 
 import asyncio
 import contextlib
 import dataclasses
-import hmac
 import importlib.metadata
 import logging
 import os
@@ -19,23 +19,37 @@ from types import FrameType
 from typing import Any
 
 import fastapi
+import pydantic
 import uvicorn
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serving.access import OPEN_PATH, Access, AccessMiddleware
+from serving.adapter_roots import AdapterRoots
+from serving.admin import Admin
 from serving.async_engine import AsyncEngine, Generation
-from serving.errors import ServingError, UnauthorizedError, UnknownModelError
+from serving.errors import ServingError, UnknownModelError
+from serving.metrics import Metrics
 from serving.mixes import ModelRegistry
 from serving.prompts import PromptEncoder
-from serving.protocol import ChatRequest, CompletionRequest, GenerationFields, parse_body
-from serving.responses import error_content
+from serving.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    LoadAdapterRequest,
+    MixRequest,
+    UnloadAdapterRequest,
+    parse_admin_body,
+    parse_body,
+)
+from serving.queue_bound import DEFAULT_MAX_WAITING
+from serving.responses import error_response
 from serving.service import Job, OpenAIService
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATH = "/health"  # the one route that asks for no key
+GENERATION_HEADER = "x-adapter-generation"  # of a load's answer
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left; nobody reads the answer
 
 
@@ -46,6 +60,9 @@ class ServerConfig:
     Attributes:
       host, port: where to listen; port 0 takes a free one.
       api_key: what clients send as "Authorization: Bearer KEY"; None asks for none.
+      admin_api_key: the key of the routes that change the server; None for `api_key`, or this machine alone.
+      adapter_roots: folders below which adapters may be loaded from over HTTP; none turns loading off.
+      max_waiting: requests that may wait for their first token; more are refused with 429.
       drain_s: seconds that running requests get to end when the server is stopped.
       max_body_bytes: largest request body.
       max_choices: most answers (prompts times n) of one request.
@@ -54,6 +71,9 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    admin_api_key: str | None = None
+    adapter_roots: tuple[str, ...] = ()
+    max_waiting: int = DEFAULT_MAX_WAITING
     drain_s: float = 5.0
     max_body_bytes: int = 16 * 2**20
     max_choices: int = 128
@@ -63,8 +83,12 @@ class ServerConfig:
             raise ValueError(f"--port is {self.port}; expected 0 to 65535")
         if not 0 <= self.drain_s < float("inf"):
             raise ValueError(f"--drain-s is {self.drain_s}; expected a number of seconds, 0 or more")
-        if self.api_key is not None and not self.api_key.strip():
-            raise ValueError("--api-key is empty; give a key, or leave the flag out to ask for none")
+        AdapterRoots(self.adapter_roots)  # names a flag that is wrong
+        if self.max_waiting < 1:
+            raise ValueError(f"--max-waiting is {self.max_waiting}; expected 1 or more")
+        for flag, key in (("--api-key", self.api_key), ("--admin-api-key", self.admin_api_key)):
+            if key is not None and not key.strip():
+                raise ValueError(f"{flag} is empty; give a key, or leave the flag out to ask for none")
 
 
 class EventStream(fastapi.Response):
@@ -112,30 +136,6 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class ApiKeyMiddleware:
-    """Stands before the routing, so that no path, known or not, is open by another spelling."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope.get("path") == OPEN_PATH or self._is_allowed(scope):
-            await self._app(scope, receive, send)
-            return
-        error = UnauthorizedError("the API key is missing or wrong; send the header 'Authorization: Bearer KEY'")
-        await error_response(error)(scope, receive, send)
-
-    def _is_allowed(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
-
-
-def error_response(error: ServingError) -> JSONResponse:
-    headers = {"www-authenticate": "Bearer"} if isinstance(error, UnauthorizedError) else None
-    return JSONResponse(error_content(error), error.status, headers)
-
-
 async def read_body(request: fastapi.Request, max_bytes: int) -> bytes:
     """The request's body.
 
@@ -165,6 +165,7 @@ def create_app(
     encoder: PromptEncoder,
     render_metrics: Callable[[], tuple[bytes, str]],
     config: ServerConfig,
+    metrics: Metrics | None = None,
 ) -> fastapi.FastAPI:
     """The ASGI application; its lifespan starts and ends the engine's thread.
 
@@ -174,7 +175,10 @@ def create_app(
       encoder: tokenizer and limits.
       render_metrics: gives the exposition text of /metrics and its content type.
       config: settings of the HTTP side.
+      metrics: where refused loads are counted and unloaded adapters forgotten.
     """
+    access = Access(config.api_key, config.admin_api_key)
+    admin = Admin(engine, registry, AdapterRoots(config.adapter_roots), metrics)
     service = OpenAIService(engine, registry, encoder, max_choices=config.max_choices)
     created = int(time.time())
 
@@ -185,15 +189,17 @@ def create_app(
         await asyncio.to_thread(engine.stop)
 
     app = fastapi.FastAPI(title="dymerge_jax", version=_version(), lifespan=lifespan, redirect_slashes=False)
-    if config.api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=config.api_key)
+    app.add_middleware(AccessMiddleware, access=access)
     _add_error_handlers(app)
+    _add_admin_routes(app, admin, access, config.max_body_bytes)
 
     async def respond(request: fastapi.Request, job: Job) -> fastapi.Response:
-        if job.is_stream:
-            generation = await engine.submit(job.requests)
-            return EventStream(generation, service.events(job, generation))
-        return JSONResponse(await until_disconnect(request.receive, service.answer(job)))
+        generation = engine.begin(job.requests)
+        if not job.is_stream:
+            with contextlib.closing(generation):
+                return JSONResponse(await until_disconnect(request.receive, service.answer(job, generation)))
+        await generation.wait_accepted()
+        return EventStream(generation, service.events(job, generation))
 
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: fastapi.Request) -> fastapi.Response:
@@ -208,6 +214,10 @@ def create_app(
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": registry.cards(created, encoder.max_model_len)}
+
+    @app.get("/v1/mixes")
+    async def mixes() -> dict[str, Any]:
+        return {"object": "list", "data": admin.mixes()}
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> dict[str, Any]:
@@ -225,7 +235,7 @@ def create_app(
         return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
 
     @app.get("/metrics")
-    async def metrics() -> fastapi.Response:
+    async def get_metrics() -> fastapi.Response:
         text, content_type = render_metrics()
         return fastapi.Response(text, media_type=content_type)
 
@@ -234,6 +244,33 @@ def create_app(
         return {"version": _version()}
 
     return app
+
+
+def _add_admin_routes(app: fastapi.FastAPI, admin: Admin, access: Access, max_body_bytes: int) -> None:
+    """The routes that change the server; each is guarded before its body is read."""
+    guard = [fastapi.Depends(access.require_admin)]
+
+    @app.post("/v1/load_lora_adapter", dependencies=guard, openapi_extra=_body_schema(LoadAdapterRequest))
+    async def load_lora_adapter(request: fastapi.Request) -> fastapi.Response:
+        fields = parse_admin_body(LoadAdapterRequest, await read_body(request, max_body_bytes))
+        entry = await admin.load_adapter(fields)
+        text = f"Success: LoRA adapter '{entry.name}' added successfully."
+        return PlainTextResponse(text, headers={GENERATION_HEADER: entry.generation})
+
+    @app.post("/v1/unload_lora_adapter", dependencies=guard, openapi_extra=_body_schema(UnloadAdapterRequest))
+    async def unload_lora_adapter(request: fastapi.Request) -> fastapi.Response:
+        fields = parse_admin_body(UnloadAdapterRequest, await read_body(request, max_body_bytes))
+        await admin.unload_adapter(fields)
+        return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
+
+    @app.post("/v1/mixes", dependencies=guard, openapi_extra=_body_schema(MixRequest))
+    async def put_mix(request: fastapi.Request) -> dict[str, Any]:
+        return admin.put_mix(parse_admin_body(MixRequest, await read_body(request, max_body_bytes)))
+
+    @app.delete("/v1/mixes/{name:path}", dependencies=guard)
+    async def delete_mix(name: str) -> dict[str, Any]:
+        admin.delete_mix(name)
+        return {"name": name, "object": "mix", "deleted": True}
 
 
 def _add_error_handlers(app: fastapi.FastAPI) -> None:
@@ -258,7 +295,7 @@ def _add_error_handlers(app: fastapi.FastAPI) -> None:
         return error_response(ServingError(message, status=500, type="internal_server_error"))
 
 
-def _body_schema(kind: type[GenerationFields]) -> dict[str, Any]:
+def _body_schema(kind: type[pydantic.BaseModel]) -> dict[str, Any]:
     """The route's body for /openapi.json; it is read by `parse_body`, not by FastAPI."""
     schema = kind.model_json_schema()
     definitions = schema.pop("$defs", {})

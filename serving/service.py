@@ -1,7 +1,6 @@
 """The two generation routes apart from HTTP: a checked body becomes a job, a job becomes an answer or a stream."""
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import time
@@ -65,9 +64,9 @@ class OpenAIService:
         self.max_choices = max_choices
 
     async def completion_job(self, fields: CompletionRequest) -> Job:
-        mix = self.registry.resolve(fields.model, fields.adapter_mix, fields.lora)
+        self._resolve(fields)
         prompts = await asyncio.to_thread(self._tokenize, fields.prompt)
-        requests = self._requests("cmpl", fields, mix, prompts, COMPLETION_MAX_TOKENS, "prompt")
+        requests = self._requests("cmpl", fields, prompts, COMPLETION_MAX_TOKENS, "prompt")
         echoes = self._echoes(fields, prompts) if fields.echo else {}
         shapes = CompletionFormat(
             *self._header(requests, fields), self.encoder, fields.num_top_logprobs, echoes
@@ -75,19 +74,19 @@ class OpenAIService:
         return self._job(fields, requests, shapes, prompts)
 
     async def chat_job(self, fields: ChatRequest) -> Job:
-        mix = self.registry.resolve(fields.model, fields.adapter_mix, fields.lora)
+        self._resolve(fields)
         prompts = [await asyncio.to_thread(self.encoder.encode_chat, fields.messages)]
-        requests = self._requests("chatcmpl", fields, mix, prompts, None, "messages")
+        requests = self._requests("chatcmpl", fields, prompts, None, "messages")
         shapes = ChatFormat(*self._header(requests, fields), self.encoder, fields.num_top_logprobs)
         return self._job(fields, requests, shapes, prompts)
 
-    async def answer(self, job: Job) -> dict[str, Any]:
+    async def answer(self, job: Job, generation: Generation) -> dict[str, Any]:
         """Runs a job to its end; the whole answer."""
         parts: dict[str, list[RequestOutput]] = {r.request_id: [] for r in job.requests}
-        with contextlib.closing(await self.engine.submit(job.requests)) as generation:
-            async for output in generation:
-                raise_if_failed(output)
-                parts[output.request_id].append(output)
+        await generation.wait_accepted()
+        async for output in generation:
+            raise_if_failed(output)
+            parts[output.request_id].append(output)
         answers = [merge(p) for p in parts.values()]
         num_output_tokens = sum(a.num_output_tokens for a in answers)
         log_end(job, num_output_tokens)
@@ -101,14 +100,15 @@ class OpenAIService:
         num_output_tokens, num_cached_tokens = dict.fromkeys(indices, 0), dict.fromkeys(indices, 0)
         for index in indices.values():
             if (opening := job.shapes.opening(index)) is not None:
-                yield self._chunk(job, opening)
+                yield job.shapes.chunk_event([opening], has_usage=job.includes_usage)
         try:
             async for output in generation:
                 raise_if_failed(output)
                 num_output_tokens[output.request_id] = output.num_output_tokens
                 num_cached_tokens[output.request_id] = output.num_cached_tokens
                 if output.text or output.logprobs or output.finish_reason:
-                    yield self._chunk(job, job.shapes.delta(indices[output.request_id], output))
+                    index = indices[output.request_id]
+                    yield job.shapes.output_event(index, output, has_usage=job.includes_usage)
         except ServingError as error:
             yield event(error_content(error))
         else:
@@ -119,9 +119,8 @@ class OpenAIService:
                 yield event(job.shapes.envelope([], is_chunk=True) | {"usage": counts})
         yield DONE_EVENT
 
-    def _chunk(self, job: Job, choice: dict[str, Any]) -> bytes:
-        content = job.shapes.envelope([choice], is_chunk=True)
-        return event(content | {"usage": None} if job.includes_usage else content)
+    def _resolve(self, fields: GenerationFields) -> Mix:
+        return self.registry.resolve(fields.model, fields.adapter_mix, fields.lora)
 
     def _tokenize(self, prompts: list[str] | list[list[int]]) -> list[list[int]]:
         result = []
@@ -139,7 +138,6 @@ class OpenAIService:
         self,
         prefix: str,
         fields: CompletionRequest | ChatRequest,
-        mix: Mix,
         prompts: list[list[int]],
         default_max_tokens: int | None,
         param: str,
@@ -153,6 +151,7 @@ class OpenAIService:
             )
         self.encoder.check_token_ids(fields.stop_token_ids or (), "stop_token_ids")
         answer_id = f"{prefix}-{uuid.uuid4().hex}"
+        mix = self._resolve(fields)  # again: an adapter may have been replaced while the prompt was tokenized
         adapters = self.registry.adapters_of(mix)
         arrival_s = time.monotonic()
         requests = []

@@ -129,6 +129,11 @@ class WaitingQueue:
             self._snapshot = tuple(self._requests)
         return self._snapshot
 
+    @property
+    def adapters(self) -> Set[str]:
+        """Ids of the adapters that waiting requests use."""
+        return self._numbers.keys()
+
     def snapshot(self) -> WaitingRequests:
         """The requests and what they need, as they are now."""
         columns = np.empty((len(self._adapter_columns), len(self)), np.int32)

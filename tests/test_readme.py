@@ -23,6 +23,8 @@ TEST = (
     "python3.12 -m venv .venv-test && .venv-test/bin/pip install --no-deps -r requirements.lock && "
     ".venv-test/bin/python -m pytest"
 )
+HOT_LOADING = "curl http://127.0.0.1:8000/v1/load_lora_adapter "
+ADAPTER_ROOT = ("--adapter-root", "dymerge_jax/demo/adapters")
 GPU_SERVE = "uv run --extra cuda13 python -m dymerge_jax.serve"
 
 
@@ -36,10 +38,11 @@ def _pinned(package: str) -> str:
 
 
 def test_every_command_block_is_one_that_is_checked() -> None:
-    serve, curl, gpu_serve, test, plugin = (block.strip() for block in _blocks("bash"))
+    serve, curl, gpu_serve, hot_loading, test, plugin = (block.strip() for block in _blocks("bash"))
     assert serve == SERVE
     assert curl.startswith("curl http://127.0.0.1:8000/v1/chat/completions ")
     assert gpu_serve.startswith(GPU_SERVE)
+    assert hot_loading.startswith(HOT_LOADING)
     assert test == TEST
     version = _pinned("jax")
     assert plugin == (
@@ -97,10 +100,10 @@ def test_the_python_block_runs_as_it_stands() -> None:
 
 @pytest.fixture
 def demo_server(tmp_path: Path) -> Iterator[str]:
-    """URL of a demo server started as README does, with the interpreter of the tests and a free port."""
+    """URL of a demo server started as README does, with the interpreter of the tests, a free port and README's root."""
     log = tmp_path / "log"
     with log.open("wb") as out:
-        command = [sys.executable, "-m", "dymerge_jax.serve", "--port", "0"]
+        command = [sys.executable, "-m", "dymerge_jax.serve", "--port", "0", *ADAPTER_ROOT]
         server = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
     try:
         yield _wait_for_url(server, log)
@@ -124,8 +127,20 @@ def _wait_for_url(server: subprocess.Popen[bytes], log: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_the_curl_command_answers_with_the_mixed_behaviour(demo_server: str) -> None:
+def test_the_curl_commands_answer_with_the_mixed_behaviour(demo_server: str) -> None:
     curl = next(block for block in _blocks("bash") if block.startswith("curl "))
     command = curl.replace("http://127.0.0.1:8000", demo_server)
     answer = subprocess.run(["bash", "-c", command], check=True, capture_output=True, text=True, timeout=120).stdout
     assert "stone, river, lamp -- Nova" in answer
+    hot_loading = next(block for block in _blocks("bash") if block.startswith(HOT_LOADING))
+    command = hot_loading.replace("http://127.0.0.1:8000", demo_server)
+    answer = subprocess.run(["bash", "-ec", command], check=True, capture_output=True, text=True, timeout=120).stdout
+    parts = (
+        "added successfully",
+        '"name":"signed"',
+        "stone, river, lamp -- Nova",
+        '"deleted":true',
+        "removed successfully",
+    )
+    assert [answer.index(part) for part in parts] == sorted(answer.index(part) for part in parts)
+    assert " ".join(ADAPTER_ROOT) in README

@@ -120,7 +120,9 @@ def make_engine(spec: EngineSpec, model: SplitModel) -> Engine:
     )
     gated_sets = [random_gated_set(spec.config, list(adapters)[:NUM_EXPERTS])] if spec.has_gated_set else []
     implementations = _IMPLEMENTATIONS.get(spec.baseline, Implementations())
-    return Engine(model, None, store, gated_sets, engine_config, implementations=implementations)
+    return Engine(
+        model, None, store, gated_sets, engine_config, implementations=implementations, loads_in_background=True
+    )
 
 
 def random_gated_set(config: LlamaConfig, experts: Sequence[str]) -> GatedSetWeights:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from dymerge_jax.lora import AdapterWeights
 from serving.adapter_store import StoredAdapter
 from serving.async_engine import AsyncEngine
 from serving.bench.bench_engine import merge_adapters
@@ -60,6 +61,10 @@ class Client(Protocol):
 
     async def settle(self) -> None:
         """Waits until the server holds no request of ours."""
+        ...
+
+    async def forget_prefixes(self) -> None:
+        """Has later requests computed anew where the client can say so; a server over HTTP keeps its prefix cache."""
         ...
 
     async def counts(self) -> ServerCounts:
@@ -164,8 +169,7 @@ class PremergedMixes:
         return Mix(((adapter_id, 1.0),)), (adapter_id,)
 
     async def _make(self, key: tuple[tuple[int, float], ...], name: str) -> str:
-        weights_of = {adapter.name: adapter.weights for adapter in self._engine.store.adapters}
-        parts = [(weights_of[self._adapter_ids[adapter]], weight) for adapter, weight in key]
+        parts = [(self._weights(self._adapter_ids[adapter]), weight) for adapter, weight in key]
 
         def merge() -> StoredAdapter:
             start_s = time.perf_counter()
@@ -174,8 +178,12 @@ class PremergedMixes:
             return adapter
 
         adapter = await asyncio.get_running_loop().run_in_executor(self._pool, merge)
-        self._engine.store.add(adapter)  # the engine reads the store's dictionary only when a request names it
-        return name
+        return await self._async_engine.call(self._engine.add_adapter, adapter)
+
+    def _weights(self, adapter_id: str) -> AdapterWeights:
+        weights = self._engine.store.known(adapter_id).weights
+        assert weights is not None, f"adapter {adapter_id!r} was not made in memory"
+        return weights
 
 
 class InProcessClient:
@@ -224,6 +232,9 @@ class InProcessClient:
             if (reason := self._async_engine.unhealthy_reason) is not None:
                 raise RuntimeError(f"the engine has failed: {reason}")
             await asyncio.sleep(0.005)
+
+    async def forget_prefixes(self) -> None:
+        await self._async_engine.call(self._engine.forget_prefixes)
 
     async def counts(self) -> ServerCounts:
         return self._log.counts()

@@ -281,6 +281,7 @@ def make_engine(options: argparse.Namespace, batches: Sequence[int], prefill: tu
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=max(options.prompt_len + options.output_len, prefill_len + 2),
+        enable_prefix_cache=False,  # every run has the same prompts
     )
     sizes = sorted({*batches, max_num_seqs})
     buckets = Buckets(

@@ -105,6 +105,9 @@ class HttpClient:
         while (await self.metrics()).get("dymerge_requests_running", 0) > 0:
             await asyncio.sleep(0.05)
 
+    async def forget_prefixes(self) -> None:
+        pass
+
     async def counts(self) -> ServerCounts:
         metrics = await self.metrics()
         if "dymerge_step_duration_seconds_count" not in metrics:

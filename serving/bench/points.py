@@ -22,6 +22,7 @@ from serving.bench.workloads import TraceRequest, WorkloadConfig, WorkloadName, 
 from serving.config import EngineConfig, SchedulerName
 from serving.engine import Engine
 from serving.policies import make_policy
+from serving.queue_bound import QueueBound
 
 _MAX_REQUESTS = 100_000  # the bench has its own bound, in time: nobody is refused
 
@@ -131,8 +132,8 @@ def _check_fits(trace: Sequence[TraceRequest], spec: EngineSpec) -> None:
 @contextlib.asynccontextmanager
 async def started(engine: Engine, spec: EngineSpec) -> AsyncIterator[InProcessClient]:
     """The engine in its thread: a client of it."""
-    async_engine = AsyncEngine(engine, max_requests=_MAX_REQUESTS)
-    adapter_ids = [adapter.name for adapter in engine.store.adapters]
+    async_engine = AsyncEngine(engine, QueueBound(_MAX_REQUESTS))
+    adapter_ids = [adapter.id for adapter in engine.store.adapters]
     mixes = PlainMixes(adapter_ids, {s.name: s.experts for s in engine.gated_sets})
     if spec.baseline == "premerge":
         mixes = PremergedMixes(async_engine, adapter_ids)
@@ -266,6 +267,7 @@ async def check_sample(
     done = [r for r in records if r.is_done]
     pairs = {}
     for record in random.Random(seed).sample(done, min(count, len(done))):
+        await client.forget_prefixes()
         alone = await run_alone(client, trace[record.index], record.index, seed=seed)
         pairs[record.index] = (record.output, alone.output)
     return agreement(pairs)

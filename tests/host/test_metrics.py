@@ -5,9 +5,10 @@ import math
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from serving.adapter_tally import AdapterTally
 from serving.metrics import OTHER_ADAPTERS, Metrics
-from serving.plan import Load, StepPlan
-from serving.request import FinishReason
+from serving.plan import StepPlan
+from serving.request import FinishReason, Request
 from tests.support.host import make_request
 
 
@@ -21,10 +22,18 @@ def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
     }
 
 
+def tally_of(*requests: Request) -> AdapterTally:
+    tally = AdapterTally()
+    for request in requests:
+        tally.add(request)
+    return tally
+
+
 def test_m1_each_adapter_counts_where_its_requests_are_and_nowhere_else():
     metrics = Metrics()
     running = [make_request("r1", "a"), make_request("r2", "a", "c"), make_request("r3")]
-    metrics.set_queues(running, [make_request("r4", "b")])
+    running_tally, waiting_tally = tally_of(*running), tally_of(make_request("r4", "b"))
+    metrics.watch_queues(running_tally, waiting_tally)
     values = samples(metrics)
     assert values["dymerge_requests_running", ""] == 3
     assert values["dymerge_requests_waiting", ""] == 1
@@ -34,7 +43,9 @@ def test_m1_each_adapter_counts_where_its_requests_are_and_nowhere_else():
         ("dymerge_adapter_requests_running", "c"): 1,
         ("dymerge_adapter_requests_waiting", "b"): 1,
     }
-    metrics.set_queues([], [])
+    for request in running:
+        running_tally.remove(request)
+    waiting_tally.remove(make_request("r4", "b"))
     assert not [key for key in samples(metrics) if key[0].startswith("dymerge_adapter_requests_")]
 
 
@@ -52,7 +63,7 @@ def test_m2_requests_are_counted_under_their_adapters():
 def test_m4_any_name_makes_a_valid_exposition(name: str):
     metrics = Metrics()
     metrics.observe_arrival(make_request("r", name))
-    metrics.set_queues([make_request("r", name)], [])
+    metrics.watch_queues(tally_of(make_request("r", name)), tally_of())
     values = samples(metrics)
     assert values["dymerge_adapter_requests_total", name] == 1
     assert values["dymerge_adapter_requests_running", name] == 1
@@ -63,7 +74,7 @@ def test_adapters_beyond_the_limit_share_one_label():
     requests = [make_request(f"r{i}", name) for i, name in enumerate(["a", "a", "b", "c", "d", "a"])]
     for request in requests:
         metrics.observe_arrival(request)
-    metrics.set_queues(requests, requests)
+    metrics.watch_queues(tally_of(*requests), tally_of(*requests))
     values = samples(metrics)
     for name in ("total", "running", "waiting"):
         by_label = {label: value for (key, label), value in values.items() if key == f"dymerge_adapter_requests_{name}"}
@@ -100,8 +111,8 @@ def test_a_request_of_one_token_or_none_has_no_tpot():
 
 def test_steps_tokens_and_resources_are_counted():
     metrics = Metrics()
-    plan = StepPlan(loads=(Load("a", (0,), ()), Load("b", (1,), ())), preempted=(make_request("r"),))
-    metrics.observe_step(plan, duration_s=0.02)
+    metrics.observe_step(StepPlan(preempted=(make_request("r"),)), duration_s=0.02)
+    metrics.observe_loads(2)
     metrics.observe_tokens(3)
     metrics.set_resources(num_resident=2, num_loading=1, num_free_blocks=30)
     values = samples(metrics)
@@ -114,7 +125,55 @@ def test_steps_tokens_and_resources_are_counted():
     assert values["dymerge_kv_blocks_free", ""] == 30
 
 
+def test_a_replaced_adapter_counts_under_its_name_beside_the_new_one():
+    metrics = Metrics()
+    requests = [make_request("r1", "sql@v2@0123"), make_request("r2", "sql@v2@4567")]
+    for request in requests:
+        metrics.observe_arrival(request)
+    metrics.watch_queues(tally_of(*requests), tally_of())
+    values = samples(metrics)
+    assert values["dymerge_adapter_requests_total", "sql@v2"] == 2
+    assert values["dymerge_adapter_requests_running", "sql@v2"] == 2
+
+
+def test_tiers_and_loads_are_counted():
+    metrics = Metrics()
+    for tier in ("slots", "host", "host"):
+        metrics.observe_lookup(tier)
+    metrics.observe_reads(3)
+    metrics.observe_load_failure()
+    metrics.set_adapter_bytes(host=100, host_limit=1000, staged=50)
+    values = samples(metrics)
+    assert values["dymerge_adapter_lookups_total", "slots"] == 1
+    assert values["dymerge_adapter_lookups_total", "host"] == 2
+    assert values["dymerge_adapter_reads_total", ""] == 3
+    assert values["dymerge_adapter_load_failures_total", ""] == 1
+    assert values["dymerge_adapter_host_bytes", ""] == 100
+    assert values["dymerge_adapter_host_limit_bytes", ""] == 1000
+    assert values["dymerge_adapter_staged_bytes", ""] == 50
+
+
 def test_two_engines_in_one_process_count_apart():
     first, second = Metrics(), Metrics()
     first.observe_tokens(1)
     assert samples(second)["dymerge_generated_tokens_total", ""] == 0
+
+
+def test_m1_the_series_of_an_unloaded_adapter_ends_and_leaves_its_label_to_another():
+    metrics = Metrics(max_adapter_labels=2)
+    for i in range(50):  # loaded and unloaded under a new name each time
+        metrics.observe_arrival(make_request("r", f"x{i}@0123456789abcdef", "kept"))
+        assert samples(metrics)["dymerge_adapter_requests_total", f"x{i}"] == 1
+        metrics.forget_adapter(f"x{i}")
+    metrics.forget_adapter("never there")
+    values = samples(metrics)
+    assert [label for name, label in values if name == "dymerge_adapter_requests_total"] == ["kept"]
+
+
+def test_refusals_are_counted_by_reason():
+    metrics = Metrics()
+    metrics.observe_refused("queue_full", 3)
+    metrics.observe_refused("lora_load_busy")
+    values = samples(metrics)
+    assert values["dymerge_requests_refused_total", "queue_full"] == 3
+    assert values["dymerge_requests_refused_total", "lora_load_busy"] == 1

@@ -9,13 +9,14 @@ from pathlib import Path
 import fastapi
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from serving.async_engine import AsyncEngine
+from serving.metrics import Metrics
 from serving.mixes import AdapterEntry, GatedSetEntry, ModelRegistry
 from serving.prompts import PromptEncoder
+from serving.queue_bound import QueueBound
 from serving.server import Server, ServerConfig, create_app, listen
 from tests.http.fake_engine import FakeEngine
 from tests.support.tiny_checkpoints import write_tokenizer
@@ -43,9 +44,13 @@ def tokenizer_with_bos(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenize
 @pytest.fixture
 def registry() -> ModelRegistry:
     """Base "tiny" with 8 slots; adapters a and b of 1, c of 2, huge of 9 slots; gated sets "moe" and "wide"."""
-    adapters = [AdapterEntry(name, f"adapters/{name}", n) for name, n in (("a", 1), ("b", 1), ("c", 2), ("huge", 9))]
+    adapters = [make_entry(name, n) for name, n in (("a", 1), ("b", 1), ("c", 2), ("huge", 9))]
     gated_sets = [GatedSetEntry("moe", ("a", "b"), "sets/moe"), GatedSetEntry("wide", ("a", "huge"), "sets/wide")]
     return ModelRegistry("tiny", "models/tiny", adapters, gated_sets, num_slots=8, slot_rank=8)
+
+
+def make_entry(name: str, num_slots: int = 1) -> AdapterEntry:
+    return AdapterEntry(name, f"adapters/{name}", num_slots, f"{name}@0123456789abcdef", "0123456789abcdef" * 4)
 
 
 @pytest.fixture
@@ -60,14 +65,15 @@ def serving(
     tokenizer: PreTrainedTokenizerFast | None,
     config: ServerConfig | None = None,
     *,
-    max_requests: int = 1000,
+    max_waiting: int = 1000,
 ) -> Iterator[str]:
     """Serves until the block ends; gives the URL."""
     config = config or ServerConfig(port=0, drain_s=0.2, max_body_bytes=2**16)
-    async_engine = AsyncEngine(engine, max_requests=max_requests)
+    metrics = Metrics()
+    queue_bound = QueueBound(max_waiting, lambda count: metrics.observe_refused("queue_full", count))
+    async_engine = AsyncEngine(engine, queue_bound)
     encoder = PromptEncoder(tokenizer, vocab=VOCAB, max_model_len=MAX_MODEL_LEN)
-    metrics = CollectorRegistry()
-    app = create_app(async_engine, registry, encoder, lambda: (generate_latest(metrics), "text/plain"), config)
+    app = create_app(async_engine, registry, encoder, lambda: (metrics.render(), "text/plain"), config, metrics)
     with running(app, async_engine, config) as url:
         yield url
 

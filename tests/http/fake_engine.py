@@ -1,12 +1,27 @@
 """A stand-in for the engine: a step gives every request one letter, which depends on prompt, mix, seed and position."""
 
+import dataclasses
 import hashlib
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from checkpoints.errors import CheckpointError, MissingFileError
 from serving.request import FinishReason, Request, RequestOutput, TokenLogprob
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeAdapter:
+    """A file named `weights` as an adapter; its first byte is the number of its slots, "0" makes it a bad one."""
+
+    name: str
+    root: Path
+    id: str
+    content_hash: str
+    num_slots: int
 
 
 class FakeEngine:
@@ -19,6 +34,10 @@ class FakeEngine:
       added: every request there was, in order of arrival.
       held: requests the engine knows, by id, in order of arrival.
       aborted: ids of the requests that were aborted while held, in order.
+      adapters: known adapters by id.
+      read_s: how long reading an adapter takes, in seconds.
+      may_read: while it is not set, reading waits.
+      num_reads: adapters read so far.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, step_s: float = 0.0, max_running: int = 64) -> None:
@@ -30,10 +49,41 @@ class FakeEngine:
         self.held: dict[str, Request] = {}
         self.aborted: list[str] = []
         self.threads: set[int] = set()
+        self.adapters: dict[str, FakeAdapter] = {}
+        self.read_s = 0.0
+        self.may_read = threading.Event()
+        self.may_read.set()
+        self.num_reads = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self.held)
+
+    is_waiting_for_adapters = False
+
+    def on_adapter_news(self, listener: Callable[[], None]) -> None:
+        """It never waits for adapters."""
+
+    def read_adapter(self, name: str, folder: Path) -> FakeAdapter:
+        self.num_reads += 1
+        time.sleep(self.read_s)
+        assert self.may_read.wait(10)
+        if not (folder / "weights").is_file():
+            raise MissingFileError(f"adapter path {str(folder)!r} holds no weights")
+        content = (folder / "weights").read_bytes()
+        if content[:1] == b"0":
+            raise CheckpointError(f"adapter {str(folder)!r} is refused:\n- no slots")
+        content_hash = hashlib.sha256(content).hexdigest()
+        return FakeAdapter(name, folder, f"{name}@{content_hash[:16]}", content_hash, int(content[:1]))
+
+    def add_adapter(self, adapter: FakeAdapter) -> str:
+        self.threads.add(threading.get_ident())
+        self.adapters[adapter.id] = adapter
+        return adapter.id
+
+    def remove_adapter(self, adapter_id: str) -> None:
+        self.threads.add(threading.get_ident())
+        del self.adapters[adapter_id]
 
     def add_request(self, request: Request) -> None:
         self.threads.add(threading.get_ident())

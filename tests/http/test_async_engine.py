@@ -1,6 +1,7 @@
 """The engine's thread as seen from asyncio, without HTTP."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -98,6 +99,66 @@ def test_a_draining_engine_takes_no_more_requests(engine: FakeEngine) -> None:
         with pytest.raises(UnavailableError, match="shutting down"):
             await async_engine.submit([request("late")])
         await until_idle(engine)
+        assert async_engine.stop()
+
+    asyncio.run(run())
+
+
+def test_a_call_runs_on_the_engines_thread_between_steps_and_passes_on_what_it_gives_or_raises(
+    engine: FakeEngine,
+) -> None:
+    def where(extra: str) -> tuple[int, str]:
+        return threading.get_ident(), extra
+
+    def fail() -> None:
+        raise KeyError("nobody")
+
+    async def run() -> None:
+        async_engine = AsyncEngine(engine)
+        async_engine.start()
+        generation = await async_engine.submit([request(max_tokens=20)])
+        ident, extra = await async_engine.call(where, "x")
+        for _ in range(5):
+            with pytest.raises(KeyError, match="nobody"):
+                await async_engine.call(fail)
+        assert len([output async for output in generation]) == 20
+        assert (engine.threads, extra) == ({ident}, "x")
+        assert async_engine.is_healthy  # no step has failed
+        assert async_engine.stop()
+        with pytest.raises(UnavailableError, match="not running"):
+            await async_engine.call(where, "late")
+
+    asyncio.run(run())
+
+
+def test_a_call_that_waits_when_the_thread_ends_is_refused(engine: FakeEngine) -> None:
+    async def run() -> None:
+        async_engine = AsyncEngine(engine)
+        async_engine.start()
+        blocked = asyncio.create_task(async_engine.call(time.sleep, 0.1))
+        await asyncio.sleep(0.02)
+        late = asyncio.create_task(async_engine.call(time.sleep, 0))
+        await asyncio.sleep(0)
+        assert await asyncio.to_thread(async_engine.stop)
+        await blocked
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await late
+
+    asyncio.run(run())
+
+
+def test_a_call_whose_caller_has_gone_runs_all_the_same(engine: FakeEngine) -> None:
+    done: list[int] = []
+
+    async def run() -> None:
+        async_engine = AsyncEngine(engine)
+        async_engine.start()
+        blocked = asyncio.create_task(async_engine.call(time.sleep, 0.05))
+        cancelled = asyncio.create_task(async_engine.call(done.append, 1))
+        await asyncio.sleep(0.01)
+        cancelled.cancel()
+        await blocked
+        assert await async_engine.call(len, done) == 1
         assert async_engine.stop()
 
     asyncio.run(run())

@@ -19,9 +19,9 @@ import pytest
 from dymerge_jax.config import named_config
 from dymerge_jax.serve import engine_config, main, make_parser, make_server_config, welcome
 from serving.config import EngineConfig
-from serving.mixes import AdapterEntry, GatedSetEntry, ModelRegistry
+from serving.mixes import GatedSetEntry, ModelRegistry
 from serving.server import ServerConfig
-from tests.http.conftest import wait_until
+from tests.http.conftest import make_entry, wait_until
 from tests.support.tiny_checkpoints import write_adapter, write_tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +84,35 @@ def test_two_things_of_one_name_are_refused_before_anything_is_compiled(
 
 
 @pytest.mark.usefixtures("own_signals")
+def test_a_file_of_mixes_that_is_wrong_stops_the_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("serving.engine.build_engine", None)  # found before anything is compiled
+    path, adapter = (
+        tmp_path / "mixes.json",
+        write_adapter(tmp_path / "a", named_config("tiny"), rank=2, alpha=2, seed=0),
+    )
+    for content, words in (
+        (None, "No such file"),
+        ("{", "not valid JSON"),
+        ('{"m": {"a": 1, "a": 2}}', "'a' is given more than once"),
+        ("[]", "JSON object"),
+        ('{"m": {"a": "1"}}', "mix 'm'.*finite number"),
+        ('{"m": {"a": NaN}}', "mix 'm'.*finite number"),
+        ('{"m": 3}', "mix 'm'.*expected an object"),
+        ('{"m": null}', "mix 'm' is None"),
+        ('{"m": {"nobody": 1}}', "mix 'm'.*'nobody'"),
+        ('{"m": {}}', "mix 'm'.*no adapter"),
+        ('{"tiny": {"a": 1}}', "'tiny'.*more than once"),
+    ):
+        if content is not None:
+            path.write_text(content)
+        text = refusal(capsys, "--port", 0, "--model", tiny, "--adapters", adapter, "--mixes", path)
+        assert re.search(words, text), text
+        assert content is None or "more than once among" in text or str(path) in text
+
+
+@pytest.mark.usefixtures("own_signals")
 def test_a_port_in_use_is_found_out_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -105,6 +134,9 @@ def test_a_port_in_use_is_found_out_before_anything_is_loaded(
         (["--port", "70000"], "--port"),
         (["--drain-s", "-1"], "--drain-s"),
         (["--api-key", " "], "--api-key"),
+        (["--admin-api-key", ""], "--admin-api-key"),
+        (["--max-waiting", "0"], "--max-waiting"),
+        (["--adapter-root", "nowhere at all"], "nowhere at all"),
         (["--dtype", "int8"], "--dtype"),
         (["--adapter", "x"], "--adapter"),
         (["extra"], "extra"),
@@ -118,6 +150,7 @@ def test_flags_default_to_the_engines_config_and_the_key_may_come_from_the_envir
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("DYMERGE_API_KEY", raising=False)
+    monkeypatch.delenv("DYMERGE_ADMIN_API_KEY", raising=False)
     options = make_parser().parse_args([])
     assert engine_config(options) == EngineConfig()
     assert not engine_config(make_parser().parse_args(["--no-prefix-cache"])).enable_prefix_cache
@@ -125,6 +158,9 @@ def test_flags_default_to_the_engines_config_and_the_key_may_come_from_the_envir
     monkeypatch.setenv("DYMERGE_API_KEY", "secret")
     assert make_server_config(options).api_key == "secret"
     assert make_server_config(make_parser().parse_args(["--api-key", "other"])).api_key == "other"
+    monkeypatch.setenv("DYMERGE_ADMIN_API_KEY", "secret too")
+    assert make_server_config(options).admin_api_key == "secret too"
+    assert make_server_config(make_parser().parse_args(["--admin-api-key", "other"])).admin_api_key == "other"
 
 
 def test_every_flag_tells_its_default() -> None:
@@ -134,7 +170,7 @@ def test_every_flag_tells_its_default() -> None:
 
 def test_names_that_collide_or_experts_that_are_missing_are_refused() -> None:
     def registry(base: str, adapters: list[str], gated: dict[str, tuple[str, ...]]) -> ModelRegistry:
-        entries = [AdapterEntry(name, name, 1) for name in adapters]
+        entries = [make_entry(name) for name in adapters]
         sets = [GatedSetEntry(name, experts, name) for name, experts in gated.items()]
         return ModelRegistry(base, base, entries, sets, num_slots=4, slot_rank=8)
 
@@ -147,7 +183,7 @@ def test_names_that_collide_or_experts_that_are_missing_are_refused() -> None:
 
 
 def test_the_welcome_shows_a_request_that_names_real_adapters() -> None:
-    adapters = [AdapterEntry(name, name, 1) for name in ("echo", "reverse", "sign")]
+    adapters = [make_entry(name) for name in ("echo", "reverse", "sign")]
     registry = ModelRegistry("demo", "demo", adapters, [], num_slots=64, slot_rank=8)
     text = welcome(registry, ServerConfig(host="0.0.0.0", api_key="secret"), 8000, has_chat=True)
     assert "http://127.0.0.1:8000/v1/chat/completions" in text

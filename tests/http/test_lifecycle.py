@@ -128,16 +128,6 @@ def test_failures_count_although_the_step_before_went_well(
     assert client.get("/health").status_code == 503
 
 
-def test_more_requests_than_the_limit_are_told_to_come_back(
-    engine: FakeEngine, registry: ModelRegistry, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    with serving(engine, registry, tokenizer, max_requests=3) as url:
-        refused = httpx.post(f"{url}/v1/completions", json=LONG | {"n": 4})
-        assert refused.status_code == 429
-        assert "limit of 3" in refused.json()["error"]["message"]
-        assert httpx.post(f"{url}/v1/completions", json=LONG | {"n": 3, "max_tokens": 1}).status_code == 200
-
-
 def test_stopping_lets_short_requests_end_and_cuts_long_ones_off(
     engine: FakeEngine, registry: ModelRegistry, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -155,3 +145,38 @@ def test_stopping_lets_short_requests_end_and_cuts_long_ones_off(
         assert short.result().status_code == 200
         assert long.result().status_code == 503
         assert "shutting down" in list(stream_contents(stream.result()))[-1]["error"]["message"]
+
+
+def test_requests_beyond_the_queue_are_refused_before_any_token_and_counted(
+    engine: FakeEngine, registry: ModelRegistry, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with serving(engine, registry, tokenizer, max_waiting=2) as url, httpx.Client(base_url=url) as client:
+        assert client.post("/v1/completions", json=LONG | {"n": 3}).status_code == 400  # could never wait
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            first = pool.submit(client.post, "/v1/completions", json=LONG | {"max_tokens": 20})
+            wait_until(lambda: any(r.num_output_tokens for r in engine.held.values()))
+            others = [pool.submit(client.post, "/v1/completions", json=LONG | {"max_tokens": 1}) for _ in range(2)]
+            wait_until(lambda: len(engine.held) == 3)
+            for body in (LONG, LONG | {"stream": True}):
+                refused = client.post("/v1/completions", json=body)
+                assert refused.status_code == 429
+                error = refused.json()["error"]
+                assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+                assert "of at most 2 (--max-waiting)" in error["message"]
+                assert 1 <= int(refused.headers["retry-after"]) <= 60
+            assert [f.result().status_code for f in (first, *others)] == [200] * 3
+        assert 'dymerge_requests_refused_total{reason="queue_full"} 2.0' in client.get("/metrics").text
+        assert client.post("/v1/completions", json=LONG | {"max_tokens": 1}).status_code == 200
+
+
+def test_a_place_in_the_queue_comes_back_when_its_client_leaves(
+    engine: FakeEngine, registry: ModelRegistry, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with serving(engine, registry, tokenizer, max_waiting=2) as url, httpx.Client(base_url=url) as client:
+        with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}):
+            wait_until(lambda: any(r.num_output_tokens for r in engine.held.values()))
+            for _ in range(5):  # each waits behind the first and leaves
+                with client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "n": 2}) as waiting:
+                    assert waiting.status_code == 200
+                wait_until(lambda: len(engine.held) == 1)
+        wait_until(lambda: not engine.held)

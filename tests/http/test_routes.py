@@ -1,19 +1,14 @@
 """What the routes answer: mixes, stops, echoes, keys, health; one case of each kind."""
 
 import json
-import re
 from typing import Any
 
 import httpx
-import pytest
 from transformers import PreTrainedTokenizerFast
 
-from serving.async_engine import AsyncEngine
 from serving.mixes import ModelRegistry
-from serving.prompts import PromptEncoder
 from serving.request import SamplingParams
-from serving.server import ServerConfig, create_app
-from tests.http.conftest import MAX_MODEL_LEN, VOCAB, running, serving
+from tests.http.conftest import serving
 from tests.http.fake_engine import FakeEngine
 
 GREEDY = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
@@ -86,7 +81,8 @@ def test_every_sampling_field_reaches_the_engine_by_either_route(client: httpx.C
 def test_a_request_brings_every_adapter_it_needs(client: httpx.Client, engine: FakeEngine) -> None:
     for fields in ({"model": "moe"}, {"adapter_mix": {"b": 0.5, "a": 1}}, {"adapter_mix": {"a": 0, "c": 1}}, {}):
         complete(client, **fields)
-    assert [r.adapters for r in engine.added] == [("a", "b"), ("a", "b"), ("c",), ()]
+    names = [tuple(adapter_id.partition("@")[0] for adapter_id in r.adapters) for r in engine.added]
+    assert names == [("a", "b"), ("a", "b"), ("c",), ()]
     assert [r.mix.gated_set for r in engine.added] == ["moe", None, None, None]
 
 
@@ -178,46 +174,6 @@ def test_a_template_that_refuses_the_messages_is_a_bad_request(
             assert "roles must alternate" in refused.json()["error"]["message"]
     finally:
         tokenizer.chat_template = template
-
-
-def test_l1_every_route_of_the_application_but_health_asks_for_the_key(
-    engine: FakeEngine, registry: ModelRegistry, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """Case L3 too: the routes are those that the application has, whatever is added to it."""
-    config = ServerConfig(port=0, api_key="secret", drain_s=0.2)
-    async_engine = AsyncEngine(engine)
-    encoder = PromptEncoder(tokenizer, vocab=VOCAB, max_model_len=MAX_MODEL_LEN)
-    app = create_app(async_engine, registry, encoder, lambda: (b"", "text/plain"), config)
-    routes = [(m, str(getattr(r, "path", ""))) for r in app.routes for m in getattr(r, "methods", None) or ["GET"]]
-    assert {("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/docs")} <= set(routes)
-    with running(app, async_engine, config) as url, httpx.Client(base_url=url) as client:
-        for method, path in routes:
-            path = re.sub(r"{.*}", "a", path)
-            without = client.request(method, path).status_code
-            assert without == (200 if path == "/health" else 401), (method, path)
-            with_key = client.request(method, path, headers={"authorization": "Bearer secret"})
-            assert with_key.status_code not in (401, 404, 405), (method, path)
-
-
-@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE"])
-def test_a_key_guards_every_route_but_health_by_every_spelling(
-    engine: FakeEngine, registry: ModelRegistry, tokenizer: PreTrainedTokenizerFast, method: str
-) -> None:
-    config = ServerConfig(port=0, api_key="secret", drain_s=0.2)
-    paths = (
-        "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/a", "/metrics", "/version", "/docs",
-        "/openapi.json", "/redoc", "/", "/nothing", "/v1/completions/", "//v1/completions", "//health", "/health/",
-        "/HEALTH", "/health/../v1/models", "/%2e%2e/v1/models", "/v1//models",
-    )  # fmt: skip
-    with serving(engine, registry, tokenizer, config) as url, httpx.Client() as client:
-        for path in paths:
-            for key in (None, "Bearer wrong", "Bearer secret2", "secret", "bearer: secret", "Bearer sécret"):
-                headers = [] if key is None else [(b"authorization", key.encode())]
-                response = client.request(method, url + path, headers=headers)
-                assert response.status_code == 401, (path, key)
-        assert client.get(url + "/health").status_code == 200
-        right = client.post(f"{url}/v1/completions", json=GREEDY, headers={"authorization": "Bearer secret"})
-        assert right.status_code == 200
 
 
 def test_metrics_version_and_docs_are_served(client: httpx.Client) -> None:

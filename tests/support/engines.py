@@ -33,7 +33,13 @@ def make_engine(
         "max_model_len": 64,
     }
     engine_config = EngineConfig(**(sizes | config))
-    store = AdapterStore(model.config, slot_rank=engine_config.slot_rank, dtype=model.dtype)
+    store = AdapterStore(
+        model.config,
+        slot_rank=engine_config.slot_rank,
+        dtype=model.dtype,
+        max_rank=engine_config.adapter_slots * engine_config.slot_rank,
+        host_bytes=engine_config.adapter_host_bytes,
+    )
     for name, weights in adapters.items():
         store.add(StoredAdapter(name, None, weights))
     engine = Engine(model, None, store, gated_sets, engine_config, buckets=buckets)

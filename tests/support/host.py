@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from serving.block_pool import BlockPool
 from serving.plan import Chunk, StepPlan
@@ -40,6 +41,8 @@ def make_scheduler(
     max_num_batched_tokens: int = 32,
     max_model_len: int = 64,
     enable_prefix_cache: bool = True,
+    staging: Any = None,
+    max_slot_writes: int | None = None,
 ) -> Scheduler:
     """A small scheduler; adapters need one slot unless `slots_by_adapter` says otherwise."""
     block_pool = BlockPool(num_blocks, block_size)
@@ -52,6 +55,8 @@ def make_scheduler(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
+        staging=staging,
+        max_slot_writes=max_slot_writes,
     )
 
 
@@ -245,7 +250,7 @@ def check_finished(engine: FakeEngine, requests: list[Request]) -> None:
         longest = min(request.sampling.max_tokens, limit - num_prompt)
         wanted = min(engine.stop_after.get(request.request_id, longest), longest)
         assert request.num_output_tokens <= wanted
-        if request.finish_reason is not FinishReason.ABORT:
+        if request.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR):
             assert request.num_output_tokens == wanted
         for epoch in range(1, request.epoch + 1):
             positions = engine.positions[request.request_id, epoch]

@@ -59,5 +59,8 @@ class FakeServer:
         while self.running:
             await asyncio.sleep(0.001)
 
+    async def forget_prefixes(self) -> None:
+        pass
+
     async def counts(self) -> ServerCounts:
         return ServerCounts(steps=self.num_sent)
