@@ -134,12 +134,14 @@ def run(
 ) -> None:
     """Serves on a bound socket until it is stopped."""
     from serving.async_engine import AsyncEngine
+    from serving.engine import hand_over_quickly
     from serving.metrics import CONTENT_TYPE
     from serving.prompts import PromptEncoder
     from serving.server import Server, create_app
 
     encoder = PromptEncoder(loaded.tokenizer, vocab=loaded.config.vocab, max_model_len=engine.max_model_len)
     async_engine = AsyncEngine(engine)
+    hand_over_quickly()
     app = create_app(
         async_engine, registry, encoder, lambda: (engine.metrics.render(), CONTENT_TYPE), server_config
     )  # fmt: skip
