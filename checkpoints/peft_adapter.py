@@ -9,7 +9,7 @@ and the log says so; saved token embeddings refuse the adapter, even if they equ
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from checkpoints.errors import CheckpointError, MissingFileError, refuse_if
 from checkpoints.files import TensorInfo, parse_json, read_json_bytes
 from checkpoints.lora_config import read_lora_config
 from checkpoints.peft_header import ProjectionSource, Site, resolve_projections, sorted_keys
-from checkpoints.safetensors_bytes import SafetensorsContent, read_header
+from checkpoints.safetensors_bytes import SafetensorsContent, TensorPlace, read_header
 from dymerge_jax.config import PROJECTIONS, LlamaConfig
 from dymerge_jax.lora import AdapterWeights, ProjectionWeights
 
@@ -79,7 +79,52 @@ def inspect_adapter(path: str | Path, config: LlamaConfig, *, max_rank: int | No
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class AdapterLayout:
+    """What reading an adapter has found out about its files, which then can be read again without any of the checks.
+
+    Attributes:
+      content_hash: of the files.
+      projections: places of A and B, and scale, by layer and projection.
+    """
+
+    content_hash: str
+    projections: Mapping[Site, tuple[TensorPlace, TensorPlace, float]]
+
+    def read(self, weights_bytes: bytes) -> AdapterWeights:
+        """The adapter from the bytes of its weights' file."""
+        projections = {
+            site: ProjectionWeights(a=a.read(weights_bytes), b=b.read(weights_bytes), scale=scale)
+            for site, (a, b, scale) in self.projections.items()
+        }
+        return AdapterWeights(projections, self.content_hash)
+
+
 def load_adapter(path: str | Path, config: LlamaConfig, *, max_rank: int | None = None) -> AdapterWeights:
+    """Reads an adapter to the host; see `load_with_layout`."""
+    return load_with_layout(path, config, max_rank=max_rank)[0]
+
+
+def load_again(path: str | Path, layout: AdapterLayout) -> AdapterWeights:
+    """Reads an adapter that was read before: in a few milliseconds of Python's time, beside a running engine.
+
+    Raises:
+      MissingFileError: If the folder or one of its two files is missing.
+      CheckpointError: If the files are others now.
+    """
+    path = Path(path)
+    weights_file = _weights_file(path)
+    config_bytes, weights_bytes = _read_config(path), weights_file.read_bytes()
+    if _content_hash(config_bytes, weights_bytes) != layout.content_hash:
+        raise CheckpointError(
+            f"{path} has changed on disk since it was loaded; load it anew under its name to use what is there now"
+        )
+    return layout.read(weights_bytes)
+
+
+def load_with_layout(
+    path: str | Path, config: LlamaConfig, *, max_rank: int | None = None
+) -> tuple[AdapterWeights, AdapterLayout]:
     """Reads an adapter to the host; each of its two files is read once, so that the hash is of what is used.
 
     Args:
@@ -88,7 +133,7 @@ def load_adapter(path: str | Path, config: LlamaConfig, *, max_rank: int | None 
       max_rank: largest rank that fits the slot array; None for no limit.
 
     Returns:
-      A and B of every adapted projection, in the stored dtype, with their scales.
+      A and B of every adapted projection, in the stored dtype, with their scales; and the layout for `load_again`.
 
     Raises:
       MissingFileError: If the folder or one of its two files is missing.
@@ -100,14 +145,13 @@ def load_adapter(path: str | Path, config: LlamaConfig, *, max_rank: int | None 
     config_bytes, weights_bytes = _read_config(path), file.read_bytes()
     tensors = SafetensorsContent(file, weights_bytes)
     sites = _checked_projections(path, config, config_bytes, tensors.header, max_rank)
-    projections = {
-        site: ProjectionWeights(a=tensors.read(p.a_key), b=tensors.read(p.b_key), scale=p.scale)
-        for site, p in sorted(sites.items())
-    }
-    _refuse_non_finite(path, sites, projections)
+    places = {site: (tensors.place(p.a_key), tensors.place(p.b_key), p.scale) for site, p in sorted(sites.items())}
+    layout = AdapterLayout(_content_hash(config_bytes, weights_bytes), places)
+    weights = layout.read(weights_bytes)
+    _refuse_non_finite(path, sites, weights.projections)
     if any((path / file).is_file() for file in ("tokenizer.json", "tokenizer.model")):
         _log.info("adapter %s brings a tokenizer; the base model's is used instead", path)
-    return AdapterWeights(projections, _content_hash(config_bytes, weights_bytes))
+    return weights, layout
 
 
 def _weights_file(path: Path) -> Path:

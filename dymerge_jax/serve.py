@@ -138,6 +138,7 @@ def run(
 ) -> None:
     """Serves on a bound socket until it is stopped."""
     from serving.async_engine import AsyncEngine
+    from serving.engine import hand_over_quickly
     from serving.metrics import CONTENT_TYPE
     from serving.prompts import PromptEncoder
     from serving.queue_bound import QueueBound
@@ -147,6 +148,7 @@ def run(
     metrics = engine.metrics
     queue_bound = QueueBound(server_config.max_waiting, lambda count: metrics.observe_refused("queue_full", count))
     async_engine = AsyncEngine(engine, queue_bound)
+    hand_over_quickly()
     app = create_app(
         async_engine, registry, encoder, lambda: (metrics.render(), CONTENT_TYPE), server_config, metrics
     )  # fmt: skip

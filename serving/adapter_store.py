@@ -8,8 +8,7 @@ from pathlib import Path
 import jax
 from jax.typing import DTypeLike
 
-from checkpoints.errors import CheckpointError
-from checkpoints.peft_adapter import load_adapter
+from checkpoints.peft_adapter import AdapterLayout, load_again, load_with_layout
 from dymerge_jax.config import LlamaConfig
 from dymerge_jax.lora import AdapterWeights, SlotContent, content_bytes, slot_contents
 from serving.adapter_ids import adapter_id, adapter_name
@@ -35,12 +34,14 @@ class StoredAdapter:
       root: the folder it came from; None for one made in memory, which nobody can replace: its id is its name.
       weights: its tensors, as read.
       contents: cut into slots; empty for one made in memory, which is cut when it is needed.
+      layout: of its files, if it has any.
     """
 
     name: str
     root: Path | None
     weights: AdapterWeights
     contents: AdapterContents = ()
+    layout: AdapterLayout | None = None
 
     @property
     def id(self) -> str:
@@ -68,6 +69,7 @@ class KnownAdapter:
     Attributes:
       id, name, content_hash: see `StoredAdapter`.
       root: where it is read again; None for one made in memory.
+      layout: of its files; None without a folder.
       weights: of one made in memory; None with a folder.
       num_slots: slots that it fills.
       num_bytes: host memory of its contents.
@@ -77,6 +79,7 @@ class KnownAdapter:
     name: str
     content_hash: str
     root: Path | None
+    layout: AdapterLayout | None
     weights: AdapterWeights | None
     num_slots: int
     num_bytes: int
@@ -130,9 +133,9 @@ class AdapterStore:
           CheckpointError: If it cannot be read or does not fit the model.
           ValueError: If it is larger than the host tier.
         """
-        weights = load_adapter(folder, self._config, max_rank=self._max_rank)
+        weights, layout = load_with_layout(folder, self._config, max_rank=self._max_rank)
         self._check_fits(name, weights)
-        return StoredAdapter(name, folder, weights, self._cut(weights))
+        return StoredAdapter(name, folder, weights, self._cut(weights), layout)
 
     def read_again(self, adapter: KnownAdapter) -> AdapterContents:
         """The contents of an adapter that host memory has dropped, or never had.
@@ -143,13 +146,8 @@ class AdapterStore:
         if adapter.weights is not None:
             return self._cut(adapter.weights)
         assert adapter.root is not None
-        weights = load_adapter(adapter.root, self._config, max_rank=self._max_rank)
-        if weights.content_hash != adapter.content_hash:
-            raise CheckpointError(
-                f"{adapter.root} has changed on disk since it was loaded; load it anew under its name to use what is "
-                "there now"
-            )
-        return self._cut(weights)
+        assert adapter.layout is not None
+        return self._cut(load_again(adapter.root, adapter.layout))
 
     def _cut(self, weights: AdapterWeights) -> AdapterContents:
         contents = slot_contents(self._config, weights, slot_rank=self._slot_rank, dtype=self._dtype)
@@ -194,6 +192,7 @@ class AdapterStore:
                 name=adapter.name,
                 content_hash=adapter.content_hash,
                 root=adapter.root,
+                layout=adapter.layout,
                 weights=adapter.weights if adapter.root is None else None,
                 num_slots=num_slots,
                 num_bytes=num_slots * self._bytes_per_slot,

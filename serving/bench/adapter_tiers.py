@@ -35,7 +35,7 @@ from serving.adapter_store import AdapterStore
 from serving.batch import Bucket, Buckets
 from serving.bench.decode import SHAPES, current_commit
 from serving.config import EngineConfig
-from serving.engine import Engine
+from serving.engine import Engine, hand_over_quickly
 from serving.programs import decode_programs
 from serving.request import Mix, Request, SamplingParams
 
@@ -169,15 +169,15 @@ def measure_ttft(engine: Engine, ids: Sequence[str], options: argparse.Namespace
 
 def arrivals(engine: Engine, adapters: Sequence[str], first_token_s: list[float]) -> Iterator[None]:
     """Every second step, a request of one adapter with a short prompt: goes on until every one has its first token."""
-    arrived: dict[str, Request] = {}
+    arrived = []
     for i, adapter_id in enumerate(adapters):
-        arrived[adapter_id] = make_request(engine, f"arrival-{i}", [adapter_id], prompt_len=8, max_tokens=1)
-        engine.add_request(arrived[adapter_id])
+        arrived.append(make_request(engine, f"arrival-{i}", [adapter_id], prompt_len=8, max_tokens=1))
+        engine.add_request(arrived[-1])
         yield
         yield
-    while not all(request.is_finished for request in arrived.values()):
+    while not all(request.is_finished for request in arrived):
         yield
-    for request in arrived.values():
+    for request in arrived:
         assert request.first_token_s is not None, f"{request} failed"
         first_token_s.append(request.first_token_s - request.arrival_s)
 
@@ -226,7 +226,6 @@ def measure_jitter(engine: Engine, ids: Sequence[str], options: argparse.Namespa
             for adapter_id in streamed:
                 time_to_first_token_s(engine, [adapter_id], 8)
             forget(engine, host=False)
-        tiers = [engine.adapter_status(adapter_id) for adapter_id in adapters or ()]
         for i in range(options.rows - 2):
             adapters_of_row = [held[i % len(held)]]
             size = {"prompt_len": options.prompt_len, "max_tokens": engine.max_model_len - options.prompt_len}
@@ -235,7 +234,8 @@ def measure_jitter(engine: Engine, ids: Sequence[str], options: argparse.Namespa
             engine.step()
         for _ in range(_SETTLING_STEPS):
             engine.step()
-        loads, ttft_s = engine.loader.num_reads, []
+        tiers = [engine.adapter_status(adapter_id) for adapter_id in adapters or ()]
+        num_reads, ttft_s = engine.loader.num_reads, []
         events = None if adapters is None else arrivals(engine, adapters, ttft_s)
         seconds = step_times_s(engine, options.steps, events)
         assert engine.scheduler.num_running >= options.rows - 2, "a row has ended; lower --steps or --stream"
@@ -248,7 +248,7 @@ def measure_jitter(engine: Engine, ids: Sequence[str], options: argparse.Namespa
                 "case": name,
                 "arrivals": len(ttft_s),
                 "arrivals_by_tier": {tier: tiers.count(tier) for tier in sorted(set(tiers))},
-                "reads": engine.loader.num_reads - loads,
+                "reads": engine.loader.num_reads - num_reads,
                 "decode_steps": milliseconds(seconds["decode"]),
                 "mixed_steps": milliseconds(seconds["mixed"]),
                 "ttft": milliseconds(ttft_s),
@@ -308,6 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("expected --rows of 3 or more, and --held at least 3 below --slots")
     options.shape = SHAPES.get(options.shape, options.shape)
     config = named_config(str(options.shape))
+    hand_over_quickly()  # as a server does
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         folders = write_adapters(Path(folder), config, options.held + options.stream, rank=options.rank)
         engine, ids = make_engine(options, folders)

@@ -273,7 +273,7 @@ def test_a_load_that_fails_ends_its_requests_alone_and_frees_all_it_had(split, f
         reason = {
             "gone": "holds no adapter_model.safetensors",
             "changed": "has changed on disk",
-            "truncated": "truncated",
+            "truncated": "has changed on disk",
         }
         assert parts[0].error is not None
         assert parts[0].error.startswith("adapter 'a' could not be read: ")

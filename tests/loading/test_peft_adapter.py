@@ -15,7 +15,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints.errors import CheckpointError, MissingFileError
-from checkpoints.peft_adapter import adapter_sources, collect_adapters, inspect_adapter, load_adapter
+from checkpoints.peft_adapter import (
+    adapter_sources,
+    collect_adapters,
+    inspect_adapter,
+    load_adapter,
+    load_again,
+    load_with_layout,
+)
 from dymerge_jax.config import PROJECTIONS, named_config
 from dymerge_jax.lora import AdapterWeights, ProjectionWeights
 from tests.support.tiny_checkpoints import (
@@ -81,6 +88,24 @@ def test_every_key_prefix_and_infix_names_the_same_adapter(write: WriteAdapter, 
         rename(path, lambda key: key.replace("base_model.model.model.", "base_model.model."))
     plain = load_adapter(write_adapter(path.parent / "plain", TINY, rank=4, alpha=8, seed=1), TINY)
     assert_same_weights(load_adapter(path, TINY), plain)
+
+
+def test_files_that_have_not_changed_are_read_again_without_the_checks_and_others_are_refused(
+    write: WriteAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(dtype="bfloat16")
+    first, layout = load_with_layout(path, TINY)
+    with monkeypatch.context() as patch:
+        patch.setattr("checkpoints.peft_adapter.read_lora_config", lambda *_: 1 / 0)
+        again = load_again(path, layout)
+    assert_same_weights(again, first)
+    assert again.content_hash == first.content_hash
+    write(dtype="bfloat16", alpha=9)
+    with pytest.raises(CheckpointError, match=r"a has changed on disk since it was loaded; load it anew"):
+        load_again(path, layout)
+    (path / "adapter_config.json").unlink()
+    with pytest.raises(MissingFileError, match=r"holds no adapter_config\.json"):
+        load_again(path, layout)
 
 
 def assert_same_weights(actual: AdapterWeights, expected: AdapterWeights) -> None:
