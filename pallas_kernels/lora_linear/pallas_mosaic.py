@@ -37,8 +37,9 @@ from pallas_kernels.lora_linear.mosaic_config import (
 from pallas_kernels.maf_mvm.slots import ProjectionSlots
 from pallas_kernels.segments import Segments
 
-# Weights of a slot come as a TMA box of 8 slots' columns, of which the first counts: 8 is the least that wgmma's
-# register layout takes, and a box may start at any slot.
+# Weights of a slot come as a TMA box of 8 slots' columns, of which one counts: 8 is the least that wgmma's register
+# layout takes. Boxes start at a multiple of it: TMA traps, as an illegal instruction, on a box whose innermost
+# coordinate is no multiple of 16 bytes.
 _WEIGHT_COLUMNS = 8
 _TMA_STRIDE_BYTES = 16
 _TILE_ROWS = 8
@@ -244,7 +245,7 @@ def _shrink_kernel(
         def run(x_smem: Any, a_smem: Any, weight_smem: Any, factor_smem: Any, v_smem: Any, ready: Any, weighed: Any):
             gate = jnp.minimum(projection, weights_ref.shape[1] - 1)
             for i, (slot, _) in enumerate(boxes):
-                columns = pl.ds(slot, _WEIGHT_COLUMNS)
+                columns = pl.ds(slot - lax.rem(slot, _WEIGHT_COLUMNS), _WEIGHT_COLUMNS)
                 plgpu.copy_gmem_to_smem(weights_ref.at[all_tokens, gate, columns], weight_smem.at[i], weighed)
 
             def fetch(step: Array | int, buffer: Array | int) -> None:
@@ -264,7 +265,7 @@ def _shrink_kernel(
             for i, (slot, _) in enumerate(boxes):
                 # Rows past the last segment stand for a live slot, whose weights are finite.
                 scale = jnp.where(first_row + i * box < num_rows, scale_ref[layer_ref[0], slot, projection], 0.0)
-                factor = _first_column(weight_smem.at[i]) * scale
+                factor = _column(weight_smem.at[i], lax.rem(slot, _WEIGHT_COLUMNS)) * scale
                 factor_smem[:, pl.ds(i * box, box)] = lax.broadcast_in_dim(factor, (MAX_TOKENS, box), (0,))
             plgpu.commit_smem()  # all threads have stored before one loads
 
@@ -493,11 +494,11 @@ def _slot_of_row(slot_ids_ref: Any, row: Array, num_segments: Array, slot_rank: 
     return slot_ids_ref[0, jnp.minimum(segment, num_segments - 1)], rank_row
 
 
-def _first_column(ref: Any) -> Array:
+def _column(ref: Any, index: Array) -> Array:
     """[tokens] of a [tokens, 8] tile."""
     tile = plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
     column = plgpu.broadcasted_iota(jnp.int32, tile.shape, 1, layout=plgpu.Layout.WGMMA)
-    return jnp.sum(jnp.where(column == 0, tile, 0.0), axis=1)
+    return jnp.sum(jnp.where(column == index, tile, 0.0), axis=1)
 
 
 def _activated(sums: tuple[Array, ...], dtype: jnp.dtype) -> Array:
