@@ -20,7 +20,7 @@ from serving.bench.clients import Client, Clock, InProcessClient, PlainMixes, Pr
 from serving.bench.records import Record, agreement, summarise
 from serving.bench.workloads import TraceRequest, WorkloadConfig, WorkloadName, make_trace, read_trace
 from serving.config import EngineConfig, SchedulerName
-from serving.engine import Engine
+from serving.engine import Engine, hand_over_quickly
 from serving.policies import make_policy
 from serving.queue_bound import QueueBound
 
@@ -132,6 +132,7 @@ def _check_fits(trace: Sequence[TraceRequest], spec: EngineSpec) -> None:
 @contextlib.asynccontextmanager
 async def started(engine: Engine, spec: EngineSpec) -> AsyncIterator[InProcessClient]:
     """The engine in its thread: a client of it."""
+    hand_over_quickly()  # as a server does
     async_engine = AsyncEngine(engine, QueueBound(_MAX_REQUESTS))
     adapter_ids = [adapter.id for adapter in engine.store.adapters]
     mixes = PlainMixes(adapter_ids, {s.name: s.experts for s in engine.gated_sets})
