@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from serving.adapter_ids import adapter_name
 from serving.bench import load
 from serving.bench.clients import Clock, replay
 from serving.bench.http_client import MALFORMED, HttpClient
@@ -33,7 +34,7 @@ def test_a_request_of_a_trace_arrives_as_it_was_meant(url: str, engine: FakeEngi
     record = send(url, TraceRequest(0.0, 6, 4, ((0, 0.5), (1, -0.25))))
     (request,) = engine.added
     assert request.prompt_token_ids == prompt_token_ids(3, 6, VOCAB, seed=5)
-    assert request.mix.entries == (("a", 0.5), ("b", -0.25))
+    assert [(adapter_name(key), weight) for key, weight in request.mix.entries] == [("a", 0.5), ("b", -0.25)]
     assert (request.sampling.max_tokens, request.sampling.ignore_eos, request.sampling.is_greedy) == (4, True, True)
     assert (record.is_done, record.num_tokens, len(record.text), record.error) == (True, 4, 4, None)
     assert record.output_times_s == sorted(record.output_times_s)
