@@ -33,7 +33,7 @@ class StoredAdapter:
       name: what a request calls it.
       root: the folder it came from; None for one made in memory, which nobody can replace: its id is its name.
       weights: its tensors, as read.
-      contents: cut into slots; empty for one made in memory, which is cut when it is needed.
+      contents: cut into slots; if empty, for one made in memory, it is cut when it is needed.
       layout: of its files, if it has any.
     """
 
@@ -137,6 +137,15 @@ class AdapterStore:
         self._check_fits(name, weights)
         return StoredAdapter(name, folder, weights, self._cut(weights), layout)
 
+    def from_memory(self, name: str, weights: AdapterWeights) -> StoredAdapter:
+        """An adapter that comes from no folder, cut into slots.
+
+        Raises:
+          ValueError: If it is larger than the host tier.
+        """
+        self._check_fits(name, weights)
+        return StoredAdapter(name, None, weights, self._cut(weights))
+
     def read_again(self, adapter: KnownAdapter) -> AdapterContents:
         """The contents of an adapter that host memory has dropped, or never had.
 
@@ -169,7 +178,8 @@ class AdapterStore:
         """Makes an adapter known, and keeps its contents as far as the host tier allows.
 
         Args:
-          adapter: as read; if its id is known already, nothing changes, but that it is not retired any more.
+          adapter: as read; if its id is known already, it is not retired any more, and is read again from where this
+            one came from: the folder of before may be gone.
           keep: adapters whose contents may not be dropped for it.
 
         Returns:
@@ -184,6 +194,8 @@ class AdapterStore:
                 f"two adapters are named {adapter.name!r}: {known.root} and {adapter.root}; name one with name=folder"
             )
         self._retired.discard(adapter.id)
+        if known is not None and adapter.root is not None:
+            self._known[adapter.id] = dataclasses.replace(known, root=adapter.root, layout=adapter.layout)
         if known is None:
             self._check_fits(adapter.name, adapter.weights)
             num_slots = adapter.weights.num_slots(self._slot_rank)

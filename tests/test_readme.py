@@ -21,7 +21,7 @@ START_TIMEOUT_S = 300
 SERVE = "pip install uv && uv run python -m dymerge_jax.serve"
 TEST = (
     "python3.12 -m venv .venv-test && .venv-test/bin/pip install --no-deps -r requirements.lock && "
-    ".venv-test/bin/python -m pytest"
+    ".venv-test/bin/python -m pytest -n 2"
 )
 HOT_LOADING = "curl http://127.0.0.1:8000/v1/load_lora_adapter "
 ADAPTER_ROOT = ("--adapter-root", "dymerge_jax/demo/adapters")
@@ -64,7 +64,7 @@ def test_the_command_for_a_gpu_has_flags_and_an_extra_that_exist() -> None:
     options = make_parser().parse_args(shlex.split(block.removeprefix(GPU_SERVE)))
     assert options.adapters == ["adapters/", "legal=lora-v7"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert {"cuda12", "cuda13", "demo", "test", "dev"} == set(project["optional-dependencies"])
+    assert {"cuda12", "cuda13", "demo", "test", "bench", "dev"} == set(project["optional-dependencies"])
 
 
 def test_every_flag_that_readme_names_exists() -> None:

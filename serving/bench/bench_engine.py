@@ -28,7 +28,7 @@ from dymerge_jax.gating import GatedSetWeights
 from dymerge_jax.lora import AdapterWeights, ProjectionWeights
 from dymerge_jax.model import Implementations, SplitModel, random_model
 from pallas_kernels.maf_mvm.baselines import COMPOSITE_MIX_SIZE, MAX_COMPOSITES
-from serving.adapter_store import AdapterStore, StoredAdapter
+from serving.adapter_store import AdapterStore
 from serving.bench.decode import SHAPES, random_adapters
 from serving.bench.workloads import GATED_SET, NUM_EXPERTS, TOP_K
 from serving.config import DTypeName, EngineConfig
@@ -109,7 +109,7 @@ def make_engine(spec: EngineSpec, model: SplitModel) -> Engine:
     adapters = random_adapters(spec.config, spec.num_adapters, rank=spec.rank)
     store = AdapterStore(spec.config, slot_rank=spec.slot_rank, dtype=spec.dtype)
     for name, weights in adapters.items():
-        store.add(StoredAdapter(name, None, weights))
+        store.add(store.from_memory(name, weights))
     engine_config = EngineConfig(
         adapter_slots=spec.slots,
         slot_rank=spec.slot_rank,

@@ -173,7 +173,7 @@ class PremergedMixes:
 
         def merge() -> StoredAdapter:
             start_s = time.perf_counter()
-            adapter = StoredAdapter(name, None, merge_adapters(parts, name=name))
+            adapter = self._engine.store.from_memory(name, merge_adapters(parts, name=name))
             self.merge_s.append(time.perf_counter() - start_s)
             return adapter
 

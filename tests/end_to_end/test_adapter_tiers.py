@@ -485,3 +485,23 @@ def test_whatever_comes_goes_and_fails_every_request_ends_with_its_own_answer(sp
     trace = Trace(split, folders, reference, seed)
     trace.run(80 if seed == 0 else 250)
     trace.check()
+
+
+def test_an_adapter_added_from_another_folder_is_read_again_from_there(
+    split: SplitModel, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    engine = make_engine(split)
+    first = add(engine, "a", folders["a"])
+    moved = Path(shutil.copytree(folders["a"], tmp_path / "moved"))
+    assert add(engine, "a", moved) == first
+    shutil.rmtree(folders["a"])
+    engine.store.host.remove(first)
+    assert engine.store.read_again(engine.store.known(first))
+
+
+def test_an_adapter_made_in_memory_is_cut_once(split: SplitModel) -> None:
+    store = AdapterStore(split.config, slot_rank=SLOT_RANK, dtype=split.dtype, host_bytes=bytes_of(split, 2))
+    key = store.add(store.from_memory("m", random_adapter(split.config, rank=8, seed=1)))
+    assert set(store.host.resident) == {key}
+    with pytest.raises(ValueError, match=r"adapter 'big' takes \d+ bytes of host memory"):
+        store.from_memory("big", random_adapter(split.config, rank=12, seed=1))

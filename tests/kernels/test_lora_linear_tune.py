@@ -49,11 +49,15 @@ def all_problems() -> list[Problem]:
 
 
 def shared_memory_bytes(config: KernelConfig, problem: Problem) -> int:
-    """Of the larger of the two pipelined loops: each stage holds a block of each operand in bfloat16."""
+    """Of the larger of the two pipelined loops: each stage holds a block of each operand in bfloat16.
+
+    Below 64 tokens the products read registers, and the stage that they work on needs no room: XLA says 196608 bytes
+    for 5 stages of (32 + 64) x 256.
+    """
     columns = config.columns * (2 if problem.is_swiglu else 1)
     base = (problem.num_tokens + columns) * config.depth
     shrink = (problem.num_tokens + config.shrink_rows) * config.shrink_columns * config.shrink_unroll
-    return 2 * config.num_stages * max(base, shrink)
+    return 2 * (config.num_stages - (problem.num_tokens < 64)) * max(base, shrink)
 
 
 def assert_can_run(config: KernelConfig, problem: Problem) -> None:
