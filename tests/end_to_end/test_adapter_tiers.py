@@ -91,6 +91,12 @@ def answer(engine: Engine, mix: Mapping[str, float], **sampling: Any) -> list[in
     return token_ids(run_to_end(engine)["alone"])
 
 
+def shown(engine: Engine, *gauges: str) -> list[float]:
+    """What /metrics says."""
+    lines = dict(line.rsplit(" ", 1) for line in engine.metrics.render().decode().splitlines() if line[0] != "#")
+    return [float(lines[f"dymerge_{gauge}"]) for gauge in gauges]
+
+
 def test_an_adapter_is_known_by_name_and_content_and_its_tier_is_told(split, folders) -> None:
     engine = make_engine(split, host_slots=4)
     adapter = engine.read_adapter("a@v1", folders["a"])
@@ -215,11 +221,13 @@ def test_e1_a_removed_adapter_frees_slots_and_host_and_comes_back_as_one_copy(sp
     engine.remove_adapter(ids["b"])
     engine.check_integrity()
     assert (engine.store.host.num_bytes, engine.slot_cache.num_free) == (bytes_of(split, 2), 2)
+    assert shown(engine, "adapters_resident", "adapter_host_bytes") == [1, bytes_of(split, 2)]  # though no step came
     for remove in (ids["b"], "never@seen"):
         with pytest.raises(UnknownModelError):
             engine.remove_adapter(remove)
     assert add(engine, "b", folders["b"]) == ids["b"]
     assert engine.store.host.num_bytes == bytes_of(split, 4)
+    assert shown(engine, "adapters_resident", "adapter_host_bytes") == [1, bytes_of(split, 4)]
     assert answer(engine, {ids["b"]: 1.0}) == wanted["b"]
 
 
