@@ -238,7 +238,7 @@ class Engine:
             self._observe()
 
     def forget_prefixes(self) -> None:
-        """Lets every later request compute its prompt anew; for measurements of cold prompts."""
+        """Lets every later request compute its prompt anew."""
         self.scheduler.block_pool.forget_contents()
 
     @property
@@ -305,6 +305,8 @@ class Engine:
         scheduler = self.scheduler
         if adapter_id in scheduler.waiting_tally or adapter_id in scheduler.running_tally:
             return
+        if self.store.known(adapter_id).root is None:  # one of other content may get its id, which is its name alone
+            self.forget_prefixes()
         self.loader.drop(adapter_id)
         self.store.forget(adapter_id)
         if adapter_id in self.slot_cache.resident:

@@ -244,6 +244,17 @@ def test_an_adapter_added_again_while_its_last_requests_run_is_the_same_copy(spl
     assert engine.store.host.num_bytes == bytes_of(split, 2)
 
 
+def test_g2_an_adapter_made_in_memory_that_gets_the_name_of_another_shares_none_of_its_blocks(split) -> None:
+    engine = make_engine(split)
+    for seed in range(2):
+        adapter = engine.store.from_memory("m", random_adapter(split.config, rank=4, seed=seed))
+        assert engine.add_adapter(adapter) == "m"
+        engine.add_request(request := request_of("r", {"m": 1.0}))
+        run_to_end(engine)
+        assert request.num_cached_tokens == 0
+        engine.remove_adapter("m")
+
+
 def test_an_expert_of_a_gated_set_stays(split, folders) -> None:
     store = AdapterStore(split.config, slot_rank=SLOT_RANK, dtype=split.dtype, max_rank=16)
     ids = [store.add(store.read(name, folders[name])) for name in "ab"]
