@@ -1,6 +1,7 @@
 """The loader alone, and beside a scheduler under shortage of everything: slots, staging, host memory, luck."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from checkpoints.peft_adapter import AdapterLayout
 from dymerge_jax.config import named_config
 from dymerge_jax.lora import AdapterWeights, ProjectionWeights, content_bytes
 from serving.adapter_loader import AdapterLoader
@@ -113,6 +115,22 @@ def test_a_dropped_adapter_leaves_nothing_behind_and_can_be_wanted_again_at_any_
     assert loader.staged_bytes == 0
     jobs.settle(["a"])
     assert set(loader.staged) == {"a"}
+
+
+def test_a_failure_of_the_folder_of_before_is_none_of_an_adapter_added_anew() -> None:
+    store = make_store(host_slots=1, slots={"other": 1})
+    jobs = Jobs(store, staging_slots=4)
+    weights = store.known("other").weights
+    assert weights is not None
+    layout = AdapterLayout("hash", {})
+    adapter_id = store.add(StoredAdapter("a", Path("before"), weights, layout=layout))
+    jobs.loader.update([adapter_id])
+    store.add(StoredAdapter("a", Path("now"), weights, layout=layout))
+    jobs.reads.run(error=OSError("gone"))
+    assert jobs.loader.collect() == {}
+    jobs.loader.update([adapter_id])
+    jobs.reads.run(error=OSError("gone, too"))
+    assert jobs.loader.collect() == {adapter_id: "adapter 'a' could not be read: gone, too"}
 
 
 def test_a_failure_is_told_once_and_the_adapter_can_be_tried_again() -> None:
