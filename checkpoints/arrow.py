@@ -6,7 +6,6 @@ logits. The input is not normalised, as in PEFT's `create_arrow_model`, whose re
 """
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from checkpoints.files import TensorInfo, dtype_problems, open_safetensors, read
 from checkpoints.gated_set import save_gated_set
 from checkpoints.lora_config import read_lora_config
 from checkpoints.peft_adapter import CONFIG_FILE, weights_file
-from checkpoints.peft_header import LORA_KEY, Site
+from checkpoints.peft_header import BLOCK_OF, LORA_KEY, Site
 from checkpoints.writing import new_folder
 
 DEFAULT_TOP_K = 3
@@ -106,9 +105,12 @@ def _pairs(header: dict[str, TensorInfo]) -> tuple[dict[Site, dict[str, str]], l
     pairs: dict[Site, dict[str, str]] = {}
     unexpected, problems = [], []
     for key in header:
-        match: re.Match[str] | None = LORA_KEY.fullmatch(key)
-        site = (int(match["layer"]), match["projection"]) if match else None
-        if match is None or site is None or pairs.setdefault(site, {}).setdefault(match["side"], key) != key:
+        match = LORA_KEY.fullmatch(key)
+        if match is None or BLOCK_OF.get(match["projection"]) != match["block"]:
+            unexpected.append(key)
+            continue
+        site = (int(match["layer"]), match["projection"])
+        if pairs.setdefault(site, {}).setdefault(match["side"], key) != key:
             unexpected.append(key)
     if unexpected:
         problems.append(f"unexpected tensors, which nothing would use: {', '.join(sorted(unexpected))}")

@@ -26,7 +26,7 @@ from checkpoints.expert_tensors import (
 )
 from checkpoints.files import TensorInfo, dtype_problems, open_safetensors
 from checkpoints.gated_set import save_gated_set
-from checkpoints.peft_header import Site
+from checkpoints.peft_header import BLOCK_OF, Site
 from checkpoints.writing import new_folder, write_adapter
 
 _MODULE = r"\.layers\.(?P<layer>\d{1,6})\.(?P<block>\w+)\.(?P<projection>\w+)"
@@ -91,7 +91,7 @@ def _sorted_keys(header: Mapping[str, TensorInfo], prefix: str) -> tuple[FoundFa
             is_used = found.add(site, match["block"], int(match["expert"] or 0), match["side"], key)
         elif match := gate.fullmatch(key):
             site = (int(match["layer"]), match["projection"])
-            is_used = gates.setdefault(site, key) == key
+            is_used = BLOCK_OF.get(site[1]) == match["block"] and gates.setdefault(site, key) == key
         else:
             is_used = False
         if not is_used:

@@ -27,7 +27,7 @@ from checkpoints.expert_tensors import (
 )
 from checkpoints.files import SafetensorsReader, TensorInfo, dtype_problems, open_safetensors
 from checkpoints.lora_config import LoraConfig
-from checkpoints.peft_header import Site
+from checkpoints.peft_header import BLOCK_OF, Site
 from checkpoints.writing import new_folder, write_adapter, write_json
 
 MIXES_FILE = "mixes.json"
@@ -129,7 +129,7 @@ class _Keys:
                 return True
             site = (int(match["layer"]), match["projection"])
             return self.found.add(site, match["block"], int(match["expert"]), match["side"], key)
-        if match := _LINEAR_GATE.fullmatch(key):
+        if (match := _LINEAR_GATE.fullmatch(key)) and BLOCK_OF.get(match["projection"]) == match["block"]:
             gate = self.linear_gates.setdefault((int(match["layer"]), match["projection"]), {})
         elif match := _MODEL_GATE.fullmatch(key):
             gate = self.model_gate

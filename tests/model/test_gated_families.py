@@ -20,6 +20,7 @@ from tests.support import numpy_llama
 from tests.support.engines import generate, make_engine, make_request, run_to_end, token_ids
 from tests.support.expert_checkpoints import (
     MLP,
+    Family,
     arrow_delta,
     moe_peft_config,
     moe_peft_delta,
@@ -65,7 +66,11 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
     root = tmp_path_factory.mktemp("families")
     deltas: dict[str, Delta | None] = {}
     specs = []
-    for family, modules in (("mola", ("q_proj", "o_proj", *MLP)), ("loramoe", ("q_proj", "v_proj", *MLP))):
+    modules_of: dict[Family, tuple[str, ...]] = {
+        "mola": ("q_proj", "o_proj", *MLP),
+        "loramoe": ("q_proj", "v_proj", *MLP),
+    }
+    for family, modules in modules_of.items():
         config = moe_peft_config(family, num_experts=3, rank=4, modules=modules)
         tensors = moe_peft_tensors(TINY, family, num_experts=3, rank=4, seed=len(specs), modules=modules)
         import_gated(write_experts(root / "source" / family, config, tensors), root / family)
@@ -118,7 +123,7 @@ def test_a_batch_of_all_families_gives_each_request_what_it_gets_alone(
 
     def mix(name: str) -> dict[str, float] | str:
         row = families.row(name)
-        return row if isinstance(row, str) else {engine.store.id_of(n): w for n, w in row.items()}
+        return row if isinstance(row, str) else {str(engine.store.id_of(n)): w for n, w in row.items()}
 
     alone = {name: generate(engine, prompt, mix(name)) for name, prompt in prompts.items()}
     for name, prompt in prompts.items():
@@ -128,7 +133,8 @@ def test_a_batch_of_all_families_gives_each_request_what_it_gets_alone(
     assert len({tuple(generate(engine, prompts["base"], mix(name))) for name in names}) > 3
 
 
-@pytest.mark.parametrize("length", [65, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [64, 65])
 def test_a_prefill_does_not_walk_experts_that_no_token_of_a_tile_chose(length: int) -> None:
     split = tiny_model()
     model = Model(split, None, adapter_slots=4, slot_rank=4)

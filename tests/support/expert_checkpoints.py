@@ -15,6 +15,8 @@ from dymerge_jax.lora import AdapterWeights
 from tests.support.numpy_llama import Delta
 from tests.support.tiny_checkpoints import Tensors, projection_path, projection_shape, write_json
 
+Family = Literal["mola", "loramoe"]
+
 MLP = PROJECTIONS[4:]
 
 
@@ -27,7 +29,7 @@ def write_experts(path: Path, config: Mapping[str, Any], tensors: Mapping[str, n
 
 
 def moe_peft_config(
-    family: Literal["mola", "loramoe"], *, num_experts: int, rank: int, modules: Sequence[str] = PROJECTIONS
+    family: Family, *, num_experts: int, rank: int, modules: Sequence[str] = PROJECTIONS
 ) -> dict[str, Any]:
     """adapter_config.json as MoE-PEFT exports it; MoLA keeps the top 2."""
     config = {
@@ -45,7 +47,7 @@ def moe_peft_config(
 
 def moe_peft_tensors(
     config: LlamaConfig,
-    family: Literal["mola", "loramoe"],
+    family: Family,
     *,
     num_experts: int,
     rank: int,
@@ -171,7 +173,8 @@ def arrow_delta(adapters: Sequence[AdapterWeights], *, top_k: int, temperature: 
         logits = np.abs(x @ prototypes.T)
         least = np.sort(logits, axis=1)[:, -top_k, None]
         weights = _softmax(np.where(logits >= least, logits / temperature, -np.inf))
-        return sum(weights[:, i, None] * p.scale * (x @ products[i].T) for i, p in enumerate(parts))
+        outputs = [p.scale * (x @ product.T) for p, product in zip(parts, products, strict=True)]
+        return np.einsum("te,eto->to", weights, np.stack(outputs))
 
     return delta
 
