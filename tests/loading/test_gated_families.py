@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,18 @@ def test_wrong_arrow_flags_are_refused(
     adapter = write_adapter(tmp_path / "a", TINY, rank=2, alpha=4, seed=0)
     assert main(["make-arrow", f"x={adapter}", "--out", str(tmp_path / "arrow"), *flags]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_in_readme_makes_an_arrow_set_of_the_demo(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    (command,) = re.findall(
+        r"`python -m checkpoints (make-arrow .*) --out demo-arrow`", (root / "README.md").read_text()
+    )
+    specs = [str(root / spec) for spec in command.split()[1:]]
+    assert main(["make-arrow", *specs, "--out", str(tmp_path / "demo-arrow")]) == 0
+    loaded = load_gated_set(tmp_path / "demo-arrow", named_config("smollm2-135m"))
+    assert [expert.partition("=")[0] for expert in loaded.experts] == ["echo", "reverse", "sign"]
 
 
 def test_arrow_names_what_is_wrong_with_an_adapter(tmp_path: Path) -> None:
