@@ -14,7 +14,8 @@ from checkpoints.peft_header import BLOCK_OF, Site
 Factor = tuple[Site, int, str]
 """(site, expert, "A" or "B")."""
 
-MAX_EXPERTS = 1024
+MAX_EXPERTS = 128
+"""All of a set's experts lie in slots at once, and the rule of the top k compares each pair of them."""
 
 
 @dataclasses.dataclass
@@ -98,8 +99,11 @@ def factor_problems(
         problems.append(f"experts beyond their number: {', '.join(too_many)}")
     misshaped = []
     for site, count in experts.items():
-        first = {side: header[k].shape for side in "AB" if (k := found.keys.get((site, 0, side))) is not None}
-        width = {"A": first.get("A", ())[-1:], "B": first.get("B", ())[:1]}
+        first = {
+            side: next((header[k].shape for e in range(count) if (k := found.keys.get((site, e, side)))), ())
+            for side in "AB"
+        }
+        width = {"A": first["A"][-1:], "B": first["B"][:1]}
         expected = {"A": (rank, *width["A"]), "B": (*width["B"], rank)}
         for expert in range(count):
             for side in "AB":

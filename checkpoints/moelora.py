@@ -39,7 +39,7 @@ _FACTOR = re.compile(
 )
 _GATE_TENSOR = rf"(?P<kind>lora_gate{_NAME}\.GateL|lora_task_embedding{_NAME})\.weight"
 _LINEAR_GATE, _MODEL_GATE = re.compile(rf"{_MODULE}\.{_GATE_TENSOR}"), re.compile(rf"(?:base_model\.)?{_GATE_TENSOR}")
-_MAX_TASKS = 10_000
+_MAX_TASKS = 1000
 
 GateKeys = dict[str, str]
 """Keys of a gate's two tensors, by "gate" [num_experts, dim] and "embedding" [num_tasks, dim]."""

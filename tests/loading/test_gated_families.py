@@ -16,8 +16,9 @@ from checkpoints.arrow import make_arrow, top_right_singular_vector
 from checkpoints.errors import CheckpointError, MissingFileError
 from checkpoints.gated_families import import_gated
 from checkpoints.gated_set import load_gated_set, load_gated_sets
-from checkpoints.peft_adapter import load_adapter
+from checkpoints.peft_adapter import collect_adapters, load_adapter
 from dymerge_jax.config import PROJECTIONS, named_config
+from serving.admin import read_mixes
 from tests.support.expert_checkpoints import (
     MLP,
     moe_peft_config,
@@ -112,6 +113,8 @@ def test_moelora_with_one_gate_becomes_experts_and_a_mix_a_task(
     import_gated(write_moelora(), tmp_path / "moe")
     mixes = json.loads((tmp_path / "moe" / "mixes.json").read_text())
     assert list(mixes) == ["moe:0", "moe:1", "moe:2"]
+    adapters = collect_adapters([tmp_path / "moe"])
+    assert read_mixes(tmp_path / "moe" / "mixes.json", [name for name, _ in adapters]) == mixes
     assert all(set(mix) == {"moe-0", "moe-1"} and sum(mix.values()) == pytest.approx(1) for mix in mixes.values())
     assert {p.scale for p in load_adapter(tmp_path / "moe" / "moe-1", TINY).projections.values()} == {2.0}
     assert load_adapter(tmp_path / "moe" / "moe-1", TINY).rank == 2
@@ -146,7 +149,7 @@ def test_importing_from_the_command_line(
         ({"peft_type": "LORA"}, "make-arrow"),
         ({"peft_type": "IA3"}, "has peft_type 'IA3'; families that can be imported are MOLA and LORAMOE"),
         ({"peft_type": ["MOLA"]}, r"has peft_type \['MOLA'\]"),
-        ({"num_experts": 0}, "num_experts is 0; an integer from 1 to 1024"),
+        ({"num_experts": 0}, "num_experts is 0; an integer from 1 to 128"),
         ({"num_experts": True}, "num_experts is True"),
         ({"num_experts": 10**9}, "num_experts is 1000000000"),
         ({"top_k": 3}, "top_k is 3; an integer from 1 to 2"),
