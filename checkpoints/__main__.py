@@ -101,11 +101,10 @@ def _add_import_gated(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         "import-gated",
         help="import a mixture of LoRA experts that another project trained: MoLA, LoRAMoE, MOELoRA",
         description=(
-            "Reads MoLA or LoRAMoE as MoE-PEFT saves them, or MOELoRA as MOELoRA-peft does, with the weights in "
-            "adapter_model.safetensors (a pickle is refused with the command that converts it), and writes the experts "
-            "as PEFT adapters. MoLA and LoRAMoE become a gated set; MOELoRA, whose weights follow from a task's id, "
-            "becomes adapters and a file of named mixes for --mixes. MixLoRA and X-LoRA are no weighted sum of LoRA "
-            "deltas and are refused."
+            "Reads MoLA or LoRAMoE as MoE-PEFT saves them, or MOELoRA as MOELoRA-peft does, with the weights in\n"
+            "adapter_model.safetensors (a pickle is refused with the command that converts it), and writes the\n"
+            "experts as PEFT adapters. MoLA and LoRAMoE become a gated set; MOELoRA, whose weights follow from a task's id,\n"
+            "becomes adapters and a file of named mixes for --mixes. MixLoRA and X-LoRA are refused, with the reason."
         ),
         epilog=_GATED_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -120,8 +119,9 @@ def _add_make_arrow(commands: "argparse._SubParsersAction[argparse.ArgumentParse
         "make-arrow",
         help="make a gated set of plain LoRA adapters, without training (Arrow)",
         description=(
-            "Makes a gated set whose gates are read off the adapters: in each projection an adapter's prototype is the "
-            "top right singular vector of B A, and a token's weights are the softmax over the largest |prototype x|. "
+            "Makes a gated set whose gates are read off the adapters: in each projection an adapter's prototype is\n"
+            "the top right singular vector of B A, and a token's weights are the softmax over the largest\n"
+            "|prototype x|. "
             "The adapters stay where they are; the set refers to their folders."
         ),
         epilog=_GATED_EXAMPLES,
