@@ -103,8 +103,9 @@ def _add_import_gated(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         description=(
             "Reads MoLA or LoRAMoE as MoE-PEFT saves them, or MOELoRA as MOELoRA-peft does, with the weights in\n"
             "adapter_model.safetensors (a pickle is refused with the command that converts it), and writes the\n"
-            "experts as PEFT adapters. MoLA and LoRAMoE become a gated set; MOELoRA, whose weights follow from a task's id,\n"
-            "becomes adapters and a file of named mixes for --mixes. MixLoRA and X-LoRA are refused, with the reason."
+            "experts as PEFT adapters. MoLA and LoRAMoE become a gated set; MOELoRA, whose weights follow from a\n"
+            "task's id, becomes adapters and a file of named mixes for --mixes. MixLoRA and X-LoRA are refused, with\n"
+            "the reason."
         ),
         epilog=_GATED_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
