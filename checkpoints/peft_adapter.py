@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.errors import CheckpointError, MissingFileError, refuse_if
-from checkpoints.files import TensorInfo, parse_json, read_json_bytes
+from checkpoints.files import TensorInfo, parse_json, pickle_message, read_json_bytes
 from checkpoints.lora_config import read_lora_config
 from checkpoints.peft_header import ProjectionSource, Site, resolve_projections, sorted_keys
 from checkpoints.safetensors_bytes import SafetensorsContent, TensorPlace, read_header
@@ -66,7 +66,7 @@ def inspect_adapter(path: str | Path, config: LlamaConfig, *, max_rank: int | No
       CheckpointError: If the adapter is not supported, does not fit the model or is damaged; lists every reason.
     """
     path = Path(path)
-    header = read_header(_weights_file(path))
+    header = read_header(weights_file(path))
     projections = _checked_projections(path, config, _read_config(path), header, max_rank)
     num_bytes = sum(info.num_bytes for info in header.values())
     names = {projection for _, projection in projections}
@@ -113,8 +113,8 @@ def load_again(path: str | Path, layout: AdapterLayout) -> AdapterWeights:
       CheckpointError: If the files are others now.
     """
     path = Path(path)
-    weights_file = _weights_file(path)
-    config_bytes, weights_bytes = _read_config(path), weights_file.read_bytes()
+    file = weights_file(path)
+    config_bytes, weights_bytes = _read_config(path), file.read_bytes()
     if _content_hash(config_bytes, weights_bytes) != layout.content_hash:
         raise CheckpointError(
             f"{path} has changed on disk since it was loaded; load it anew under its name to use what is there now"
@@ -141,7 +141,7 @@ def load_with_layout(
         weights; lists every reason.
     """
     path = Path(path)
-    file = _weights_file(path)
+    file = weights_file(path)
     config_bytes, weights_bytes = _read_config(path), file.read_bytes()
     tensors = SafetensorsContent(file, weights_bytes)
     sites = _checked_projections(path, config, config_bytes, tensors.header, max_rank)
@@ -154,8 +154,13 @@ def load_with_layout(
     return weights, layout
 
 
-def _weights_file(path: Path) -> Path:
-    """The adapter's safetensors file, its config being there too."""
+def weights_file(path: Path) -> Path:
+    """The adapter's safetensors file, its config being there too.
+
+    Raises:
+      MissingFileError: If the folder or one of its two files is missing.
+      CheckpointError: If the weights are there as a pickle only.
+    """
     if not path.exists():
         raise MissingFileError(f"adapter path {str(path)!r} does not exist; expected a folder with {CONFIG_FILE}")
     if not path.is_dir():
@@ -166,11 +171,8 @@ def _weights_file(path: Path) -> Path:
         raise MissingFileError(f"adapter path {str(path)!r} holds no {CONFIG_FILE}{hint}")
     weights = path / WEIGHTS_FILE
     if not weights.is_file() and (path / "adapter_model.bin").is_file():
-        raise CheckpointError(
-            f"adapter {str(path)!r} has its weights as a pickle (adapter_model.bin), which can run code when read; "
-            'convert it where you trust it: python -c "import torch, safetensors.torch as s; '
-            f"s.save_file(torch.load('{path / 'adapter_model.bin'}', weights_only=True), '{weights}')\""
-        )
+        message = pickle_message(path / "adapter_model.bin", weights)
+        raise CheckpointError(f"adapter {str(path)!r} has its weights as a pickle {message}")
     if not weights.is_file():
         raise MissingFileError(f"adapter path {str(path)!r} holds no {WEIGHTS_FILE}")
     return weights

@@ -7,13 +7,15 @@ from checkpoints.files import FLOAT_DTYPES, TensorInfo
 from checkpoints.lora_config import LoraConfig
 from dymerge_jax.config import PROJECTIONS, LlamaConfig
 
-_BLOCK_OF = {name: "self_attn" if name in PROJECTIONS[:4] else "mlp" for name in PROJECTIONS}
+BLOCK_OF = {name: "self_attn" if name in PROJECTIONS[:4] else "mlp" for name in PROJECTIONS}
+"""self_attn or mlp, by projection."""
+
 _EXPECTED_KEYS = (
     "expected base_model.model.model.layers.<layer>.<block>.<projection>.lora_A.weight and lora_B, "
     f"with self_attn.{{{', '.join(PROJECTIONS[:4])}}} and mlp.{{{', '.join(PROJECTIONS[4:])}}}"
 )
 # The prefix is the model's depth inside PeftModel; an adapter's name may stand before ".weight".
-_LORA_KEY = re.compile(
+LORA_KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<module>(?:model\.)?layers\.(?P<layer>\d{1,6})\.(?P<block>\w+)\.(?P<projection>\w+))"
     r"\.lora_(?P<side>[AB])(?:\.(?P<name>[^.]+))?\.weight"
 )
@@ -55,7 +57,7 @@ def sorted_keys(header: dict[str, TensorInfo], config: LlamaConfig) -> tuple[Sit
     names: set[str | None] = set()
     groups: dict[str, list[str]] = {}
     for key, info in header.items():
-        match = _LORA_KEY.fullmatch(key)
+        match = LORA_KEY.fullmatch(key)
         problem = _key_problem(key, info, match, config)
         if problem is None and match is not None:
             site = (int(match["layer"]), match["projection"])
@@ -81,7 +83,7 @@ def _key_problem(key: str, info: TensorInfo, match: re.Match[str] | None, config
     if embedding := _EMBEDDING_KEY.fullmatch(key):
         base = (config.vocab, config.hidden)
         return f"saved {embedding[2]} of shape {info.shape} (the base model's is {base}); it is not supported"
-    if match is None or _BLOCK_OF.get(match["projection"]) != match["block"]:
+    if match is None or BLOCK_OF.get(match["projection"]) != match["block"]:
         return f"unexpected tensors, which nothing would use ({_EXPECTED_KEYS})"
     if int(match["layer"]) >= config.num_layers:
         return f"layers outside the model, which has {config.num_layers}"

@@ -58,7 +58,7 @@ TINY_MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class TinyAdapter:
-    """A random adapter; fields as in PEFT's adapter_config.json."""
+    """A random adapter; fields as in PEFT's adapter_config.json, and `decay`: each rank row is smaller by it."""
 
     rank: int
     alpha: int
@@ -67,6 +67,7 @@ class TinyAdapter:
     use_rslora: bool = False
     rank_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
     alpha_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
+    decay: float = 1.0
 
 
 SHAPES = {
@@ -92,6 +93,16 @@ TINY_ADAPTERS = {
         alpha_pattern={"layers.0.self_attn.v_proj": 40, "up_proj": 8},
     ),
 }
+
+# PEFT's Arrow wants equal ranks and projections. Its 15 power iterations find a prototype to float32's precision only
+# where one singular value is well above the others.
+ARROW_ADAPTERS = {
+    f"arrow{i}": TinyAdapter(
+        rank=4, alpha=alpha, modules=("q_proj", "o_proj", "up_proj", "down_proj"), seed=20 + i, decay=0.4
+    )
+    for i, alpha in enumerate((8, 16, 12, 6))
+}
+ARROW_MODEL, ARROW_TOP_K, ARROW_TEMPERATURE = "untied", 2, 0.7
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 ROPES: dict[str, dict[str, Any]] = {
@@ -194,6 +205,11 @@ def write_tiny_adapters(path: Path) -> list[Path]:
     return [_write_tiny_adapter(path / name, adapter) for name, adapter in TINY_ADAPTERS.items()]
 
 
+def write_arrow_adapters(path: Path) -> list[Path]:
+    """Writes every adapter of `ARROW_ADAPTERS` as a PEFT directory below `path`."""
+    return [_write_tiny_adapter(path / name, adapter) for name, adapter in ARROW_ADAPTERS.items()]
+
+
 def _write_tiny_adapter(path: Path, adapter: TinyAdapter) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(adapter.seed)
@@ -203,7 +219,9 @@ def _write_tiny_adapter(path: Path, adapter: TinyAdapter) -> Path:
             module = f"model.layers.{layer}.{_block(projection)}.{projection}"
             rank = next((r for key, r in adapter.rank_pattern.items() if module.endswith(f".{key}")), adapter.rank)
             out_features, in_features = SHAPES[projection]
-            tensors[f"base_model.model.{module}.lora_A.weight"] = _normal(rng, (rank, in_features), in_features**-0.5)
+            a = _normal(rng, (rank, in_features), in_features**-0.5)
+            a *= (adapter.decay ** np.arange(rank, dtype=np.float32))[:, None]
+            tensors[f"base_model.model.{module}.lora_A.weight"] = a
             tensors[f"base_model.model.{module}.lora_B.weight"] = _normal(rng, (out_features, rank), 0.5 * rank**-0.5)
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases.GOLDENS.mkdir(exist_ok=True)
     is_equal = True
     makers = {name: functools.partial(tiny_golden, model) for name, model in cases.TINY_MODELS.items()}
-    for name, make in {**makers, "rope": rope_golden, "demo": demo_golden}.items():
+    for name, make in {**makers, "arrow": arrow_golden, "rope": rope_golden, "demo": demo_golden}.items():
         start = time.monotonic()
         golden = make()
         path = cases.GOLDENS / f"{name}.npz"
@@ -78,6 +78,26 @@ def tiny_golden(model: cases.TinyModel) -> Golden:
                 logits, tokens = _run(wrapped, mix, prompt)
                 golden[f"{mix}.{i}.logits"] = logits
                 golden[f"{mix}.{i}.tokens"] = tokens
+    return golden
+
+
+def arrow_golden() -> Golden:
+    """Logits at every position and greedy tokens of PEFT's Arrow, for each prompt."""
+    golden: Golden = {}
+    model = cases.TINY_MODELS[cases.ARROW_MODEL]
+    with tempfile.TemporaryDirectory() as folder:
+        cases.write_tiny_model(Path(folder) / "model", model)
+        adapters = cases.write_arrow_adapters(Path(folder) / "adapters")
+        llama = transformers.AutoModelForCausalLM.from_pretrained(
+            Path(folder) / "model", dtype=torch.float32, attn_implementation="eager"
+        )
+        config = peft.tuners.lora.ArrowConfig(
+            top_k=cases.ARROW_TOP_K, router_temperature=cases.ARROW_TEMPERATURE, rng_seed=0
+        )
+        wrapped = peft.tuners.lora.create_arrow_model(llama, [str(path) for path in adapters], config).eval()
+        wrapped.generation_config = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+        for i, prompt in enumerate(cases.tiny_prompts(model)):
+            golden[f"{i}.logits"], golden[f"{i}.tokens"] = _run(wrapped, "arrow_router", prompt)
     return golden
 
 
