@@ -16,8 +16,8 @@ _MERGE_EXAMPLES = """examples (adapters of the demo):
     --adapters sign=dymerge_jax/demo/adapters/sign reverse=dymerge_jax/demo/adapters/reverse --weights 1 1
   python -m dymerge_jax.compose merge --method ties --density 0.5 --out soup --adapters a b c --weights 0.5 0.5 -0.2
 
-cat equals serving the mix; svd is the closest adapter of a smaller rank; what the other methods do, and where they differ
-from PEFT's, is in dymerge_jax/compose/merge_maths.py.
+cat equals serving the mix; svd is the closest adapter of a smaller rank; what the other methods do, and where they
+differ from PEFT's, is in dymerge_jax/compose/merge_maths.py.
 """
 
 

@@ -160,7 +160,7 @@ def _concatenated(loras: Sequence[WeightedLora]) -> tuple[np.ndarray, np.ndarray
 
 
 def _truncated(loras: Sequence[WeightedLora], rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """The singular vectors of the sum: those of R_b R_aᵀ, turned by Q_a and Q_b, where A = R_aᵀ Q_aᵀ and B = Q_b R_b."""
+    """The largest singular values of B A, which are those of R_b R_aᵀ, where A = R_aᵀ Q_aᵀ and B = Q_b R_b."""
     a, b = _concatenated(loras)
     if rank > min(a.shape[1], b.shape[0]):
         raise ValueError(
