@@ -1,15 +1,27 @@
 """`python -m dymerge_jax.compose merge|search`: flags to arguments; no logic of its own."""
 
 import argparse
+import dataclasses
+import json
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.peft_adapter import collect_adapters
+from checkpoints.peft_adapter import collect_adapters, load_adapter
+from dymerge_jax.compose.batched_loss import BatchedCrossEntropy
+from dymerge_jax.compose.examples import read_examples
 from dymerge_jax.compose.merge import merge_adapters
 from dymerge_jax.compose.merge_maths import METHODS, MergeConfig
+from dymerge_jax.compose.mix_file import add_mix, check_mix_name
+from dymerge_jax.compose.search import SearchConfig, SearchResult, search_weights
+from dymerge_jax.library import Model, load
 
 _MERGE_EXAMPLES = """examples (adapters of the demo):
   python -m dymerge_jax.compose merge --method cat --out signed_reverse \\
@@ -20,6 +32,15 @@ cat equals serving the mix; svd is the closest adapter of a smaller rank; what t
 differ from PEFT's, is in dymerge_jax/compose/merge_maths.py.
 """
 
+_SEARCH_EXAMPLES = """example:
+  python -m dymerge_jax.compose search --model demo --adapters dymerge_jax/demo/adapters \\
+    --examples examples.jsonl --name signed-reverse --out mixes.json
+  python -m dymerge_jax.serve --mixes mixes.json
+
+A line of the examples is {"prompt": "...", "completion": "..."}, taken as they are, or {"messages": [...]}, which goes
+through the model's chat template and ends with the assistant's answer. 5 to 20 examples are enough for 20 adapters.
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
@@ -27,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
-    except (CheckpointError, ValueError, OSError) as error:
+    except (CheckpointError, ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -39,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_merge(commands)
+    _add_search(commands)
     return parser
 
 
@@ -92,6 +114,126 @@ def _merge(options: argparse.Namespace) -> None:
         f"{merged.path}: {options.method} of {len(adapters)} adapters, rank {merged.rank}, {merged.num_projections} "
         f"projections, {options.dtype}, {merged.num_bytes / 1e6:.1f} MB"
     )
+
+
+def _add_search(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "search",
+        help="find the weights of a mix from a few examples",
+        description=(
+            "Searches, without gradients, the weights of adapters that answer a few examples best (LoraHub), and adds "
+            "them as a named mix to a file for --mixes of the server. A population of mixes is evaluated as one batch."
+        ),
+        epilog=_SEARCH_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    defaults = SearchConfig()
+    parser.add_argument(
+        "--model", default="demo", metavar="PATH",
+        help="'demo', a Hugging Face Llama directory, a .gguf file or an Orbax store (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="of the model (default: its own; float32 for the demo on a CPU)",
+    )
+    _add_adapters(parser)
+    parser.add_argument("--examples", required=True, metavar="FILE", help="one JSON object a line, see below")
+    parser.add_argument("--name", required=True, help="of the mix; requests give it as their model")
+    parser.add_argument("--out", required=True, metavar="FILE", help="JSON file that the mix is added to, or a new one")
+    parser.add_argument(
+        "--population", type=int, default=defaults.population, help="mixes an iteration tries (default: %(default)s)"
+    )
+    parser.add_argument("--iterations", type=int, default=defaults.iterations, help="default: %(default)s")
+    parser.add_argument(
+        "--max-weight", type=float, default=defaults.max_weight,
+        help="largest weight; the smallest is its negative (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--l1", type=float, default=defaults.l1,
+        help="what the mean |weight| costs, in nats a token: larger gives fewer adapters (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="of what is tried (default: %(default)s)")
+    parser.add_argument(
+        "--batch-mixes", type=int, metavar="N",
+        help="mixes evaluated at once (default: the population); 1 takes longer for the same result, to compare",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch-tokens", type=int, default=16384, metavar="N",
+        help="most tokens of a batch, padding included: lower it if memory is short (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--slot-rank", type=int, default=8, metavar="R",
+        help="rank rows of a slot; an adapter of rank r takes ceil(r / R) of them (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--report", metavar="FILE", help="write losses and times as JSON, too")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    parser.set_defaults(run=_search)
+
+
+def _search(options: argparse.Namespace) -> None:
+    config = SearchConfig(options.population, options.iterations, options.max_weight, options.l1, options.seed)
+    adapters, out = collect_adapters(options.adapters), Path(options.out)
+    check_mix_name(out, options.name, [name for name, _ in adapters])
+    model = _model_with(options, adapters)
+    examples = read_examples(Path(options.examples), model.require_tokenizer(), max_len=model.config.max_position)
+    batch_mixes = config.population if options.batch_mixes is None else options.batch_mixes
+    cross_entropy = BatchedCrossEntropy(model, examples, batch_mixes=batch_mixes, max_tokens=options.batch_tokens)
+    compile_start_s = time.perf_counter()
+    cross_entropy(np.zeros((1, len(adapters)), np.float32))
+    compile_s = time.perf_counter() - compile_start_s
+    result = search_weights(model.adapter_names, cross_entropy, config, progress=not options.quiet)
+    weights = {name: weight for name, weight in result.weights.items() if weight != 0}
+    _print_result(result, compile_s)
+    if options.report is not None:
+        report = _report(options, config, result) | {
+            "device": jax.devices()[0].device_kind,
+            "dtype": str(model.split.dtype),
+            "num_examples": len(examples),
+            "batch_mixes": batch_mixes,
+            "batch_rows": cross_entropy.num_rows,
+            "row_len": cross_entropy.row_len,
+            "compile_s": compile_s,
+        }
+        Path(options.report).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if not weights:
+        raise ValueError("no mix is better than the base model alone on these examples; no mix is written")
+    add_mix(out, options.name, weights)
+    print(f"{out}: {options.name} = {json.dumps(weights)}")
+
+
+def _model_with(options: argparse.Namespace, adapters: Sequence[tuple[str, Path]]) -> Model:
+    """The model with all adapters in a slot array of just their size."""
+    base = load(
+        options.model, adapters=(), dtype=options.dtype, adapter_slots=1, slot_rank=1, progress=not options.quiet
+    )
+    weights = {name: load_adapter(path, base.config) for name, path in adapters}
+    num_slots = sum(w.num_slots(options.slot_rank) for w in weights.values())
+    model = Model(base.split, base.tokenizer, adapter_slots=num_slots, slot_rank=options.slot_rank)
+    for name, adapter in weights.items():
+        model.add_adapter(name, adapter)
+    return model
+
+
+def _print_result(result: SearchResult, compile_s: float) -> None:
+    print("cross entropy in nats a token of")
+    for name, entropy in {**result.simple_mixes, "the mix that was found": result.cross_entropy}.items():
+        print(f"  {name:28} {entropy:.4f}")
+    print(
+        f"loss with the L1 term: {result.start_loss:.4f} at the start ({result.start}), {result.loss:.4f} at the end\n"
+        f"{result.num_mixes} mixes in {result.seconds:.1f} s, {1e3 * result.seconds / result.num_mixes:.1f} ms each; "
+        f"compiled before in {compile_s:.1f} s"
+    )
+
+
+def _report(options: argparse.Namespace, config: SearchConfig, result: SearchResult) -> dict[str, Any]:
+    return {
+        "command": "python -m dymerge_jax.compose search",
+        "model": options.model,
+        **dataclasses.asdict(config),
+        **dataclasses.asdict(result),
+        "ms_per_mix": 1e3 * result.seconds / result.num_mixes,
+    }
 
 
 if __name__ == "__main__":
