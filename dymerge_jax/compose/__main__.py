@@ -20,7 +20,7 @@ from dymerge_jax.compose.examples import read_examples
 from dymerge_jax.compose.merge import merge_adapters
 from dymerge_jax.compose.merge_maths import METHODS, MergeConfig
 from dymerge_jax.compose.mix_file import add_mix, check_mix_name
-from dymerge_jax.compose.search import SearchConfig, SearchResult, search_weights
+from dymerge_jax.compose.search import SearchConfig, SearchResult, import_cma, search_weights
 from dymerge_jax.library import Model, load
 
 _MERGE_EXAMPLES = """examples (adapters of the demo):
@@ -172,6 +172,7 @@ def _add_search(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _search(options: argparse.Namespace) -> None:
+    import_cma()  # before anything is loaded
     config = SearchConfig(options.population, options.iterations, options.max_weight, options.l1, options.seed)
     adapters, out = collect_adapters(options.adapters), Path(options.out)
     check_mix_name(out, options.name, [name for name, _ in adapters])

@@ -9,6 +9,7 @@ CMA-ES asks for a whole population of mixes at a time, which the engine evaluate
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -119,6 +120,7 @@ def search_weights(
       ValueError: If there are less than two adapters.
       ImportError: If cma is not installed; the message says what to do.
     """
+    import_cma()  # before time is taken
     if len(names) < 2:
         raise ValueError(f"a search needs two adapters or more, got {len(names)}: {', '.join(names)}")
     start_s = time.perf_counter()
@@ -146,6 +148,19 @@ def search_weights(
     )
 
 
+def import_cma() -> Any:
+    """The package that searches.
+
+    Raises:
+      ImportError: If it is not installed; the message says what to do.
+    """
+    try:
+        import cma
+    except ImportError as error:
+        raise ImportError("the search needs the package cma; run: pip install 'dymerge-jax[compose]'") from error
+    return cma
+
+
 def _simple_mixes(names: Sequence[str], max_weight: float) -> dict[str, Float[np.ndarray, " num_adapters"]]:
     """What one would try by hand, by its name."""
     count, one = len(names), min(1.0, max_weight)
@@ -158,15 +173,10 @@ def _evolved(
     objective: _Objective, start: Float[np.ndarray, " num_adapters"], config: SearchConfig, progress: bool
 ) -> tuple[tuple[float, ...], Float[np.ndarray, " num_adapters"]]:
     """Runs CMA-ES; the best loss after every iteration, and the mean of the last population's distribution."""
-    try:
-        import cma
-    except ImportError as error:
-        raise ImportError("the search needs the package cma; run: pip install 'dymerge-jax[compose]'") from error
     rng = np.random.default_rng(config.seed)
     options = {
         "bounds": [-config.max_weight, config.max_weight],
         "popsize": config.population,
-        "maxiter": config.iterations,
         # Its own generator, since cma's default seeds numpy's global one.
         "randn": lambda *shape: rng.standard_normal(shape),
         "seed": np.nan,
@@ -174,7 +184,7 @@ def _evolved(
         "verb_log": 0,
         "signals_filename": "",
     }
-    strategy = cma.CMAEvolutionStrategy(start, min(_FIRST_STEP, config.max_weight / 3), options)
+    strategy = import_cma().CMAEvolutionStrategy(start, min(_FIRST_STEP, config.max_weight / 3), options)
     losses: list[float] = []
     with tqdm(total=config.iterations, desc="search", unit="iteration", disable=not progress) as bar:
         while len(losses) < config.iterations:
