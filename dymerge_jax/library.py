@@ -23,7 +23,7 @@ from checkpoints.peft_adapter import collect_adapters, load_adapter
 from dymerge_jax.config import LlamaConfig
 from dymerge_jax.demo import demo_adapters
 from dymerge_jax.gating import GateArray, GatedSetWeights, build_gate_array, place_experts
-from dymerge_jax.generate import Batch, GenerateOutput, batch_logits, batch_losses, generate_tokens, uniform_sampling
+from dymerge_jax.generate import Batch, GenerateOutput, batch_logits, generate_tokens, uniform_sampling
 from dymerge_jax.lora import AdapterWeights, empty_slots, slot_contents, write_slot
 from dymerge_jax.model import Implementations, SplitModel, model_from_params
 from dymerge_jax.step import AdapterMix
@@ -224,45 +224,6 @@ class Model:
         self._check(batch, mix, 0)
         return batch_logits(
             self.split.graph, self.split.state, self.slots, self.gates, mix, batch, implementations=self.implementations
-        )
-
-    def losses(
-        self, batch: Batch, prompt_lengths: Int[Array, " num_seqs"], mix: AdapterMix, *, max_targets: int
-    ) -> Float[Array, "num_seqs max_targets"]:
-        """Cross entropy of what follows each prompt, for evaluation and the search of mixes.
-
-        Args:
-          batch: prompts and what follows them.
-          prompt_lengths: [num_seqs] int32, tokens of each row that are not to be predicted, at least 1.
-          mix: one mix a row.
-          max_targets: width of the result; no row has more tokens behind its prompt.
-
-        Returns:
-          [num_seqs, max_targets] float32, in nats; 0 past a row's length.
-
-        Raises:
-          ValueError, TypeError: If batch and mix do not fit the model or each other, or a prompt its row.
-        """
-        self._check(batch, mix, 0)
-        if prompt_lengths.shape != batch.lengths.shape:
-            raise ValueError(f"prompt_lengths has shape {prompt_lengths.shape}; batch has {len(batch.lengths)} rows")
-        if not isinstance(prompt_lengths, Tracer) and not isinstance(batch.lengths, Tracer):
-            prompts, targets = np.asarray(prompt_lengths), np.asarray(batch.lengths - prompt_lengths)
-            if prompts.min() < 1 or targets.min() < 1 or targets.max() > max_targets:
-                raise ValueError(
-                    f"prompts have {prompts.min()} or more tokens and {targets.min()} to {targets.max()} follow them; "
-                    f"expected at least 1, and 1 to {max_targets}"
-                )
-        return batch_losses(
-            self.split.graph,
-            self.split.state,
-            self.slots,
-            self.gates,
-            mix,
-            batch,
-            prompt_lengths,
-            max_targets=max_targets,
-            implementations=self.implementations,
         )
 
     def _gated_set_id(self, name: str) -> int:

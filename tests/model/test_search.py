@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,7 +20,7 @@ from serving.admin import read_mixes
 from tests.support.tiny_checkpoints import write_adapter, write_tiny_llama
 from tests.support.tiny_models import random_adapter, tiny_model
 
-NAMES = ("a", "b", "c", "d")
+NAMES: tuple[str, ...] = ("a", "b", "c", "d")
 PLANTED = np.asarray([0.9, -0.6, 0.0, 0.4])
 
 
@@ -184,20 +183,6 @@ def test_a_planted_mix_of_random_adapters_is_found(model: Model, examples: list[
     assert result.cross_entropy < planted + 0.02
     assert result.cross_entropy < min(result.simple_mixes.values()) - 1.5
     np.testing.assert_allclose(list(result.weights.values()), PLANTED, atol=0.05)
-
-
-@pytest.mark.slow  # for its fixture
-def test_prompts_that_do_not_fit_their_rows_are_refused(model: Model, unchecked_annotations: None) -> None:
-    batch, mix = pad_batch([[1, 2, 3]]), model.mix([{}])
-    for prompt_len, max_targets, message in (
-        (0, 3, "prompts have 0 or more tokens and 3 to 3 follow"),
-        (3, 1, "0 to 0 follow"),
-        (1, 1, r"2 to 2 follow them; expected at least 1, and 1 to 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model.losses(batch, jnp.asarray([prompt_len]), mix, max_targets=max_targets)
-    with pytest.raises(ValueError, match=r"prompt_lengths has shape \(2,\); batch has 1 rows"):
-        model.losses(batch, jnp.asarray([1, 1]), mix, max_targets=2)
 
 
 @pytest.mark.slow  # for its fixture
