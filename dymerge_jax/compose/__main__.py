@@ -1,4 +1,4 @@
-"""`python -m dymerge_jax.compose merge|search`: flags to arguments; no logic of its own."""
+"""`python -m dymerge_jax.compose merge|search`: flags to arguments, results to text and files."""
 
 import argparse
 import dataclasses
@@ -186,6 +186,9 @@ def _search(options: argparse.Namespace) -> None:
     result = search_weights(model.adapter_names, cross_entropy, config, progress=not options.quiet)
     weights = {name: weight for name, weight in result.weights.items() if weight != 0}
     _print_result(result, compile_s)
+    if weights:
+        add_mix(out, options.name, weights)
+        print(f"{out}: {options.name} = {json.dumps(weights, ensure_ascii=False)}")
     if options.report is not None:
         report = _report(options, config, result) | {
             "device": jax.devices()[0].device_kind,
@@ -199,8 +202,6 @@ def _search(options: argparse.Namespace) -> None:
         Path(options.report).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if not weights:
         raise ValueError("no mix is better than the base model alone on these examples; no mix is written")
-    add_mix(out, options.name, weights)
-    print(f"{out}: {options.name} = {json.dumps(weights)}")
 
 
 def _model_with(options: argparse.Namespace, adapters: Sequence[tuple[str, Path]]) -> Model:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import dymerge_jax as dm
 from checkpoints.errors import CheckpointError
 from checkpoints.files import read_json
 from checkpoints.peft_adapter import load_adapter
@@ -17,7 +18,8 @@ from dymerge_jax.compose.__main__ import main
 from dymerge_jax.compose.merge import MergedAdapter, merge_adapters
 from dymerge_jax.compose.merge_maths import METHODS, MergeConfig, WeightedLora, merge_projection
 from dymerge_jax.config import named_config
-from tests.support.tiny_checkpoints import projection_path, write_adapter
+from dymerge_jax.library import pad_batch
+from tests.support.tiny_checkpoints import projection_path, write_adapter, write_tiny_llama
 
 TINY = named_config("tiny")
 DENSITY: dict[str, Any] = {m: {"density": 0.5} for m in ("ties", "dare_linear", "dare_ties", "magnitude_prune")}
@@ -308,6 +310,21 @@ def test_memory_is_that_of_a_projection_not_of_the_adapters(tmp_path: Path) -> N
     tracemalloc.stop()
     assert merged.num_bytes > 15e6
     assert peak < 2e6
+
+
+@pytest.mark.slow
+def test_an_adapter_merged_by_cat_or_a_large_svd_gives_the_logits_of_the_mix(tmp_path: Path) -> None:
+    weights = {"a": 0.8, "b": -0.5}
+    adapters = [write(tmp_path, "a"), write(tmp_path, "b", rank=3, use_rslora=True, modules=("q_proj", "up_proj"))]
+    for name, chosen in (("cat", config("cat")), ("svd", config("svd", rank=7))):
+        merge_adapters(adapters, list(weights.values()), tmp_path / name, chosen, progress=False)
+    folders = [tmp_path / name for name in ("a", "b", "cat", "svd")]
+    model = dm.load(write_tiny_llama(tmp_path / "base"), adapters=folders, progress=False)
+    batch = pad_batch([[5, 9, 70, 33, 2, 61]] * 4)
+    mix, cat, svd, base = np.asarray(model.logits(batch, model.mix([weights, {"cat": 1}, {"svd": 1}, {}])))
+    np.testing.assert_allclose(cat, mix, atol=1e-3)
+    np.testing.assert_allclose(svd, mix, atol=1e-3)
+    assert np.abs(mix - base).max() > 0.5
 
 
 # The command line

@@ -252,6 +252,17 @@ def test_the_command_tells_what_is_wrong_before_it_loads_the_model(
 
 
 @pytest.mark.slow
+def test_no_mix_is_written_where_none_is_better_than_the_base_model(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--name", "mix", "--out", f"{folder}/new.json", "--report", f"{folder}/base.json"]
+    assert run(folder, *given, "--population", "3", "--iterations", "1", "--l1", "1000") == 1
+    assert "no mix is better than the base model alone on these examples" in capsys.readouterr().err
+    assert not (folder / "new.json").exists()
+    assert json.loads((folder / "base.json").read_text())["weights"] == {"x": 0.0, "y": 0.0}
+
+
+@pytest.mark.slow
 def test_examples_that_cannot_be_used_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
     assert run(folder, "--name", "mix", "--out", f"{folder}/new.json", "--examples", f"{folder}/bad.jsonl") == 1
