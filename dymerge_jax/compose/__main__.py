@@ -155,20 +155,26 @@ def _add_search(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=defaults.seed, help="of what is tried (default: %(default)s)")
     parser.add_argument(
-        "--batch-mixes", type=int, metavar="N",
+        "--batch-mixes", type=_at_least_1, metavar="N",
         help="mixes evaluated at once (default: the population); 1 takes longer for the same result, to compare",
     )  # fmt: skip
     parser.add_argument(
-        "--batch-tokens", type=int, default=16384, metavar="N",
+        "--batch-tokens", type=_at_least_1, default=16384, metavar="N",
         help="most tokens of a batch, padding included: lower it if memory is short (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--slot-rank", type=int, default=8, metavar="R",
+        "--slot-rank", type=_at_least_1, default=8, metavar="R",
         help="rank rows of a slot; an adapter of rank r takes ceil(r / R) of them (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--report", metavar="FILE", help="write losses and times as JSON, too")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     parser.set_defaults(run=_search)
+
+
+def _at_least_1(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is given; expected an integer of at least 1")
+    return int(text)
 
 
 def _search(options: argparse.Namespace) -> None:
@@ -231,7 +237,7 @@ def _print_result(result: SearchResult, compile_s: float) -> None:
 def _report(options: argparse.Namespace, config: SearchConfig, result: SearchResult) -> dict[str, Any]:
     return {
         "command": "python -m dymerge_jax.compose search",
-        "model": options.model,
+        "settings": {name: value for name, value in vars(options).items() if name != "run"},
         **dataclasses.asdict(config),
         **dataclasses.asdict(result),
         "ms_per_mix": 1e3 * result.seconds / result.num_mixes,

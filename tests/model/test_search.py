@@ -251,6 +251,14 @@ def test_the_command_tells_what_is_wrong_before_it_loads_the_model(
     assert not (folder / "new.json").exists()
 
 
+@pytest.mark.parametrize("flag", ["--batch-mixes", "--batch-tokens", "--slot-rank"])
+@pytest.mark.parametrize("value", ["0", "-1", "x"])
+def test_sizes_below_1_are_refused(folder: Path, flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(folder, "--name", "mix", "--out", f"{folder}/new.json", f"{flag}={value}")
+    assert f"argument {flag}: '{value}' is given; expected an integer of at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_no_mix_is_written_where_none_is_better_than_the_base_model(
     folder: Path, capsys: pytest.CaptureFixture[str]
