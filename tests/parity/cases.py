@@ -133,6 +133,48 @@ def tiny_prompts(model: TinyModel) -> list[list[int]]:
     return [rng.integers(0, model.vocab, length).tolist() for length in (1, 7, 40)]
 
 
+MERGE_ADAPTERS = {
+    "p": TinyAdapter(rank=4, alpha=8, modules=tuple(SHAPES), seed=21, alpha_pattern={"up_proj": 3}),
+    "q": TinyAdapter(rank=4, alpha=6, modules=("q_proj", "v_proj", "down_proj"), seed=22, use_rslora=True),
+    "r": TinyAdapter(rank=4, alpha=2, modules=tuple(SHAPES), seed=23),
+    "wide": TinyAdapter(rank=7, alpha=7, modules=("q_proj", "up_proj"), seed=24, rank_pattern={"up_proj": 3}),
+}
+"""What is merged: equal ranks but for "wide", and projections that some do not have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeCase:
+    """A merge; fields as in PEFT's add_weighted_adapter.
+
+    Attributes:
+      method: combination_type.
+      weights: by adapter, in order.
+      settings: further arguments.
+    """
+
+    method: str
+    weights: dict[str, float]
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_THREE = {"p": 0.8, "q": -0.6, "r": 1.7}
+MERGE_CASES = {
+    "cat": MergeCase("cat", {"p": 0.8, "q": -0.6, "wide": 0.3}),
+    "svd": MergeCase("svd", {"p": 0.8, "q": -0.6, "wide": 0.3}),
+    "svd_rank_3": MergeCase("svd", _THREE, {"svd_rank": 3}),
+    "linear": MergeCase("linear", _THREE),
+    "linear_one": MergeCase("linear", {"p": -0.6}),
+    "ties": MergeCase("ties", _THREE, {"density": 0.3}),
+    "ties_frequency": MergeCase("ties", _THREE, {"density": 0.6, "majority_sign_method": "frequency"}),
+    "ties_whole": MergeCase("ties", _THREE, {"density": 1.0}),
+    "magnitude_prune": MergeCase("magnitude_prune", _THREE, {"density": 0.45}),
+    # PEFT's result has the scaling sqrt(rank) here, since its first adapter has rslora.
+    "rslora_first": MergeCase("cat", {"q": 0.5, "p": 1.0}),
+}
+MERGE_SITES = {(0, "q_proj"): 8, (1, "up_proj"): 16, (1, "down_proj"): 8}
+"""The projections whose product B A the goldens hold, and the step in which their rows are taken."""
+
+
 DEMO_PROMPTS = {
     # The chat template around "Items: lamp, river, stone", with the template's own system prompt.
     "chat": [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182,
@@ -210,6 +252,11 @@ def write_arrow_adapters(path: Path) -> list[Path]:
     return [_write_tiny_adapter(path / name, adapter) for name, adapter in ARROW_ADAPTERS.items()]
 
 
+def write_merge_adapters(path: Path) -> dict[str, Path]:
+    """Writes every adapter of `MERGE_ADAPTERS` as a PEFT directory below `path`; their folders by name."""
+    return {name: _write_tiny_adapter(path / name, adapter) for name, adapter in MERGE_ADAPTERS.items()}
+
+
 def _write_tiny_adapter(path: Path, adapter: TinyAdapter) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(adapter.seed)
@@ -239,6 +286,11 @@ def _write_tiny_adapter(path: Path, adapter: TinyAdapter) -> Path:
     }
     (path / "adapter_config.json").write_text(json.dumps(config, indent=2))
     return path
+
+
+def module_path(layer: int, projection: str) -> str:
+    """Path of a projection in the base model."""
+    return f"model.layers.{layer}.{_block(projection)}.{projection}"
 
 
 def _block(projection: str) -> str:
