@@ -7,9 +7,6 @@ store/
   params/               Orbax's own files
 """
 
-import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from checkpoints.loaded_model import LoadedModel, ModelDtype, model_dtype
 from checkpoints.names import HF_NAMES, param_sources
 from checkpoints.params import Params, set_param
 from checkpoints.tokenizer import read_tokenizer
+from checkpoints.writing import new_folder, write_json
 from dymerge_jax.config import LlamaConfig
 
 STORE_MARKER = "dymerge_store.json"
@@ -47,22 +45,13 @@ def save_model(path: Path, model: LoadedModel) -> None:
 
     if path.exists():
         raise CheckpointError(f"{path} exists; an Orbax store is written to a new folder")
-    path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside its place and renamed, so that a store that was cut short is never taken for a whole one.
-    partial = path.parent / f".{path.name}.partial-{os.getpid()}"
-    partial.mkdir()
-    try:
+    with new_folder(path) as folder:
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(partial / _PARAMS, _with_layer_keys(model.params, str))
+            checkpointer.save(folder / _PARAMS, _with_layer_keys(model.params, str))
         if model.tokenizer is not None:
-            model.tokenizer.save_pretrained(partial)
-        _write_json(partial / "config.json", hf_config_json(model.config, model.dtype))
-        _write_json(partial / STORE_MARKER, {"version": _VERSION, "name": model.name, "dtype": model.dtype})
-        partial.rename(path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+            model.tokenizer.save_pretrained(folder)
+        write_json(folder / "config.json", hf_config_json(model.config, model.dtype))
+        write_json(folder / STORE_MARKER, {"version": _VERSION, "name": model.name, "dtype": model.dtype})
 
 
 def restore_model(path: Path, *, dtype: ModelDtype | None = None) -> LoadedModel:
@@ -128,7 +117,3 @@ def _dotted(path: tuple[Any, ...]) -> str:
 def _with_layer_keys(params: Params, key_type: type[int] | type[str]) -> Params:
     """Orbax writes keys as strings; ours of the layers are integers."""
     return params | {"layers": {key_type(layer): weights for layer, weights in params["layers"].items()}}
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
