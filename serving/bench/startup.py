@@ -17,8 +17,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-SHAPES = {"8b": "llama-3-8b", "1b": "llama-3.2-1b"}
-
 
 def start_once(shape: str, *, slots: int, max_num_seqs: int, max_num_batched_tokens: int) -> dict[str, Any]:
     """In this process: makes model and engine, and compiles; seconds of each part."""
@@ -28,12 +26,13 @@ def start_once(shape: str, *, slots: int, max_num_seqs: int, max_num_batched_tok
     from dymerge_jax.config import named_config
     from dymerge_jax.model import random_model
     from serving.adapter_store import AdapterStore
+    from serving.bench.decode import SHAPES
     from serving.config import EngineConfig
     from serving.engine import Engine
 
     device = jax.devices()[0].device_kind
     imported_s = time.perf_counter()
-    config = named_config(shape)
+    config = named_config(SHAPES.get(shape, shape))
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     engine_config = EngineConfig(
         adapter_slots=slots, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, dtype=dtype
@@ -74,8 +73,7 @@ def main() -> None:
     options = make_parser().parse_args()
     if options.once:
         sizes = {k: getattr(options, k) for k in ("slots", "max_num_seqs", "max_num_batched_tokens")}
-        shape: str = options.shape
-        print(json.dumps(start_once(SHAPES.get(shape, shape), **sizes)))
+        print(json.dumps(start_once(options.shape, **sizes)))
         return
     starts = []
     with tempfile.TemporaryDirectory() as folder:
