@@ -11,7 +11,7 @@ from dymerge_jax.gating import GatedSetWeights
 
 
 def write_gated_set(folder: Path, gated_set: GatedSetWeights) -> None:
-    """Writes a gated set into an existing folder; its experts as they are named: adapters, or paths from that folder."""
+    """Writes a gated set into an existing folder; its experts as named: adapters, or paths from that folder."""
     content = {
         "name": gated_set.name,
         "experts": list(gated_set.experts),

@@ -56,16 +56,16 @@ class WholeSequences:
 
 def attend(
     qkv: Float[Array, "num_tokens qkv_width"] | Float[Array, "num_partials num_tokens qkv_width"],
-    kv: LayerKV | None,
+    kv: LayerKV,
     context: AttentionContext | WholeSequences,
     config: LlamaConfig,
     implementation: Implementation | None,
-) -> tuple[Float[Array, "num_tokens q_width"], LayerKV | None]:
+) -> tuple[Float[Array, "num_tokens q_width"], LayerKV]:
     """Rotates, stores keys and values, attends: in a decode step on a GPU in one kernel, else one after another.
 
     Args:
       qkv: q, k and v of each token, side by side; or float32 partial sums of them.
-      kv: this layer's cache, updated in place when the step donates it; None for whole sequences.
+      kv: this layer's cache, updated in place when the step donates it; not used by whole sequences.
       context: where the tokens stand.
       config: head counts.
       implementation: of `paged_attention`; None picks one.
@@ -77,7 +77,6 @@ def attend(
         qkv = qkv[0]
     if isinstance(context, WholeSequences):
         return _attend_whole(qkv, context, config), kv
-    assert kv is not None
     is_fused = implementation == "pallas_triton" or (implementation is None and jax.default_backend() == "gpu")
     if is_fused and context.is_decode:
         positions = jnp.where(context.tiles.lengths > 0, context.tiles.positions, -1)

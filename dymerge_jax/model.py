@@ -110,12 +110,12 @@ class LlamaLayer(nnx.Module):
     def __call__(
         self,
         stream: Stream,
-        kv: LayerKV | None,
+        kv: LayerKV,
         context: AttentionContext | WholeSequences,
         mix: MixContext,
         implementations: Implementations,
         layer: int | Int[Array, ""],
-    ) -> tuple[Stream, LayerKV | None]:
+    ) -> tuple[Stream, LayerKV]:
         x, h = self._normed(stream.x, stream.delta, self.input_norm)
         arrivals = stream.arrivals
         per_layer = None

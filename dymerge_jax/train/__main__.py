@@ -9,13 +9,13 @@ from pathlib import Path
 
 _EXAMPLES = """examples:
   python -m dymerge_jax.train adapter --model demo --data signed.jsonl --out adapters/sign --steps 100 --lr 2e-3
-  python -m dymerge_jax.train adapter --model demo --data both.jsonl --out adapters/json --mates reverse=adapters/reverse:1
-  python -m dymerge_jax.train gate --model demo --adapters adapters/sign adapters/reverse --data tasks.jsonl --out skills
+  python -m dymerge_jax.train adapter --data both.jsonl --out adapters/json --mates reverse=adapters/reverse:1
+  python -m dymerge_jax.train gate --adapters adapters/sign adapters/reverse --data tasks.jsonl --out skills
   python -m dymerge_jax.serve --adapters adapters --gated-sets skills
 
 Data are JSON lines, {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} or
 {"prompt": "...", "completion": "..."}, which the model's chat template makes a user's and an assistant's message. The
-loss is that of the assistant's tokens and the end of its turn. Other fields are not used, but for "mates" (see --mates).
+loss is that of the assistant's tokens and the end of its turn. Of other fields only "mates" is used (see --mates).
 
 A run that was stopped goes on when the same command is given again, from its last checkpoint in OUT.training, to the
 same bits as if it had not been stopped. OUT appears when it is done: adapter or gated set, losses.jsonl and, with

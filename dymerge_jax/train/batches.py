@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from dymerge_jax.train.data import Sample
@@ -52,7 +53,7 @@ class BatchPlan:
         return batches
 
     def _padded(self, samples: Sequence[Sample]) -> TrainBatch:
-        seq_len = bucket(max(len(sample.tokens) for sample in samples))
+        seq_len = seq_bucket(max(len(sample.tokens) for sample in samples))
         tokens = np.zeros((len(samples), seq_len), np.int32)
         is_target = np.zeros((len(samples), seq_len), bool)
         weights = np.zeros((len(samples), len(self.mates)), np.float32)
@@ -62,25 +63,26 @@ class BatchPlan:
             own = self.mate_weights if sample.mates is None else sample.mates
             weights[row] = [own.get(name, 0.0) for name in self.mates]
         places = np.flatnonzero(is_target)
-        num_targets = bucket(len(places))
+        num_targets = target_bucket(len(places))
         sources, targets = np.zeros(num_targets, np.int32), np.zeros(num_targets, np.int32)
         sources[: len(places)] = places - 1
         targets[: len(places)] = tokens.reshape(-1)[places]
         return TrainBatch(
-            tokens=tokens,
-            lengths=np.asarray([len(sample.tokens) for sample in samples], np.int32),
-            sources=sources,
-            targets=targets,
-            is_target=np.arange(num_targets) < len(places),
-            mate_weights=weights,
+            tokens=jnp.asarray(tokens),
+            lengths=jnp.asarray([len(sample.tokens) for sample in samples], jnp.int32),
+            sources=jnp.asarray(sources),
+            targets=jnp.asarray(targets),
+            is_target=jnp.asarray(np.arange(num_targets) < len(places)),
+            mate_weights=jnp.asarray(weights),
         )
 
 
-def bucket(size: int) -> int:
-    """The next of 16, 24, 32, 48, 64, 96, 128, ...: few shapes to compile, at most half of them padding."""
-    step = 16
-    while step < size:
-        if step * 3 // 2 >= size:
-            return step * 3 // 2
-        step *= 2
-    return step
+def seq_bucket(size: int) -> int:
+    """The next of 16, 20, 24, 28, 32, 40, 48, ...: few shapes to compile, at most a fifth of them padding."""
+    quarter = max(4, target_bucket(size) // 8)
+    return max(16, -(-size // quarter) * quarter)
+
+
+def target_bucket(size: int) -> int:
+    """The next power of two from 16 on: targets cost the output matrix only, and each length of theirs a program."""
+    return 1 << max(4, (size - 1).bit_length())

@@ -23,10 +23,6 @@ _FIELDS = ("messages", "prompt", "completion", "mates")
 _MAX_SHOWN = 20
 
 
-class DataError(CheckpointError):
-    """Training data are refused; the message names the lines."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """One conversation.
@@ -65,13 +61,15 @@ def read_samples(
 
     Raises:
       MissingFileError: If there is no such file.
-      DataError: If lines are wrong (each is named with its reason) or none is left.
+      CheckpointError: If lines are wrong (each is named with its reason) or none is left.
     """
     path = Path(path)
     if not path.is_file():
         raise MissingFileError(f"data file {str(path)!r} does not exist or is no file; expected JSON lines")
     if not plain_text and not tokenizer.chat_template:
-        raise DataError("the model's tokenizer has no chat template; give prompt and completion with --plain-text")
+        raise CheckpointError(
+            "the model's tokenizer has no chat template; give prompt and completion with --plain-text"
+        )
     samples, problems, ignored = [], [], set()
     for number, line in _lines(path):
         try:
@@ -101,7 +99,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 if line.strip():
                     yield number, line
     except UnicodeDecodeError as error:
-        raise DataError(f"data file {str(path)!r} is no UTF-8 text ({error})") from error
+        raise CheckpointError(f"data file {str(path)!r} is no UTF-8 text ({error})") from error
 
 
 def _parse(line: str) -> dict[str, Any]:
@@ -239,5 +237,5 @@ def _short_enough(path: Path, samples: list[Sample], max_len: int) -> list[Sampl
         )  # fmt: skip
     if not kept:
         hint = f"; all {len(long)} are longer than --max-len {max_len} tokens" if long else ""
-        raise DataError(f"data file {str(path)!r} holds no sample to train on{hint}")
+        raise CheckpointError(f"data file {str(path)!r} holds no sample to train on{hint}")
     return kept

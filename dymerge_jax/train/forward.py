@@ -1,7 +1,7 @@
 """The model's own layers over whole sequences, differentiable; the frozen weights stacked, one program for all layers.
 
-Serving unrolls its layers, since slicing stacked weights costs a decode step more than its products. A training step has
-hundreds of tokens, so that the slices cost little, and compiles in the time of one layer instead of thirty.
+Serving unrolls its layers, since slicing stacked weights costs a decode step more than its products. A training step
+has hundreds of tokens, so that the slices cost little, and compiles in the time of one layer instead of thirty.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dymerge_jax.attention import WholeSequences
 from dymerge_jax.gating import GateArray, gated_tokens
+from dymerge_jax.kv_cache import empty_cache
 from dymerge_jax.layers import rope_angles
 from dymerge_jax.lora import SlotArray
 from dymerge_jax.model import Implementations, Llama, LlamaLayer, MixContext, SplitModel, Stream
@@ -105,6 +106,7 @@ def hidden_states(
     is_real = (jnp.arange(seq_len, dtype=jnp.int32)[None, :] < batch.lengths[:, None]).reshape(-1)
     cos, sin = rope_angles(positions, ends.config.head_dim, ends.config.rope)
     context = WholeSequences(cos=cos, sin=sin, num_seqs=num_seqs)
+    no_cache = empty_cache(ends.config, num_blocks=0, block_size=1, dtype=model.ends[0].dtype).layers[0]
 
     static = jnp.where(is_real[:, None], jnp.repeat(weights, seq_len, axis=0), 0.0)
     is_used, tokens = static != 0, None
@@ -119,7 +121,7 @@ def hidden_states(
         layer_slots, (layer_gate, projection_gates) = jax.tree.map(lambda array: array[None], tuple(one_layer))
         layer_gates = gates and dataclasses.replace(gates, layer=layer_gate, projection=projection_gates)
         mix = MixContext(slots=layer_slots, segments=segments, gates=layer_gates, tokens=tokens)
-        stream, _ = model.layer_structure.merge(layer_weights)(stream, None, context, mix, implementations, 0)
+        stream, _ = model.layer_structure.merge(layer_weights)(stream, no_cache, context, mix, implementations, 0)
         return stream, None
 
     body = jax.checkpoint(run_layer) if remat else run_layer

@@ -18,7 +18,7 @@ GateMatrices = dict[str, Array]
 
 
 def new_gates(config: LlamaConfig, num_experts: int, granularity: Granularity, *, seed: int) -> GateMatrices:
-    """Nearly equal weights for all experts: small random matrices, for equal ones would tie at the border of a top-k."""
+    """Nearly equal weights for all experts: small random matrices, for equal ones would tie in a top-k."""
     rng = np.random.default_rng(seed)
     gates = {}
     for site, width in _sites(config, granularity).items():

@@ -104,9 +104,10 @@ def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> Step:
 
     def step(state: TrainState, frozen: Any, batch: TrainBatch) -> tuple[TrainState, StepMetrics]:
         value, gradient = jax.value_and_grad(loss)(state.trained, frozen, batch)
-        updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.trained)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the power of its int32 count
+            updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.trained)
         new = TrainState(optax.apply_updates(state.trained, updates), optimizer_state)
-        return new, StepMetrics(value, optax.global_norm(gradient))
+        return new, StepMetrics(value, optax.tree.norm(gradient))
 
     return jax.jit(step, donate_argnums=0)
 

@@ -80,7 +80,11 @@ def open_work_folder(out: Path, settings: Mapping[str, Any], *, restart: bool) -
         if restart:
             _empty(path)
         _check_settings(path, settings)
-        yield WorkFolder(path)
+        work = WorkFolder(path)
+        try:
+            yield work
+        finally:
+            work.close()
     finally:
         os.close(lock)
 

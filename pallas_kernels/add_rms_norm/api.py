@@ -77,12 +77,12 @@ def _kernel(
     return pallas_triton.add_rms_norm(x, delta, weight, eps)
 
 
-def _forward(eps: float, *args: Array) -> tuple[Any, tuple[Array, ...]]:
-    return _kernel(eps, *args), args
+def _forward(eps: float, x: Array, delta: Array, weight: Array) -> tuple[Any, tuple[Array, ...]]:
+    return _kernel(eps, x, delta, weight), (x, delta, weight)
 
 
 def _backward(eps: float, args: tuple[Array, ...], gradients: Any) -> tuple[Array, ...]:
-    return jax.vjp(lambda *args: reference.add_rms_norm(*args, eps), *args)[1](gradients)
+    return jax.vjp(functools.partial(reference.add_rms_norm, eps=eps), *args)[1](gradients)
 
 
 _kernel.defvjp(_forward, _backward)

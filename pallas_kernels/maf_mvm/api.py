@@ -142,7 +142,8 @@ def _forward(implementation: Implementation | None, *args: Any) -> tuple[Array, 
 
 def _backward(implementation: Implementation | None, residuals: _Residuals, dy: Array) -> _Residuals:
     x, slots, segments, layer, base = residuals
-    dx, d_slots, d_weights = gradient.backward(x, slots, segments, layer, dy)
+    # JAX hands a constant residual of a scan back as numpy's.
+    dx, d_slots, d_weights = gradient.backward(x, slots, segments, jnp.asarray(layer), dy)
     # None: integers have no gradient.
     d_segments = dataclasses.replace(segments, weights=d_weights, slot_ids=None, num_segments=None)
     return dx, d_slots, d_segments, dy.astype(base.dtype), None
@@ -155,9 +156,8 @@ def _forward_swiglu(implementation: Implementation | None, *args: Any) -> tuple[
 
 
 def _backward_swiglu(implementation: Implementation | None, residuals: _Residuals, dz: Array) -> _Residuals:
-    *residuals, y = residuals
-    (dy,) = jax.vjp(swiglu, y)[1](dz)
-    return _backward(implementation, tuple(residuals), dy)
+    (dy,) = jax.vjp(swiglu, residuals[-1])[1](dz)
+    return _backward(implementation, residuals[:-1], dy)
 
 
 def _dtype_token(array: Array) -> Array:
