@@ -52,13 +52,18 @@ class Rule:
 
 
 # The fronts of the project, which put everything together; nothing below them may know them.
-_FRONTS = ("dymerge_jax.serve", "dymerge_jax.library")
+_FRONTS = ("dymerge_jax.serve", "dymerge_jax.library", "dymerge_jax.train")
 
 RULES = (
     Rule("pallas_kernels", ("pallas_kernels",)),
     Rule("dymerge_jax", ("pallas_kernels", "dymerge_jax"), but_not=_FRONTS),
-    Rule("dymerge_jax.library", ("pallas_kernels", "dymerge_jax", "checkpoints"), but_not=("dymerge_jax.serve",)),
-    Rule("dymerge_jax.serve", ("dymerge_jax", "checkpoints", "serving"), but_not=("dymerge_jax.library",)),
+    Rule(
+        "dymerge_jax.library",
+        ("pallas_kernels", "dymerge_jax", "checkpoints"),
+        but_not=("dymerge_jax.serve", "dymerge_jax.train"),
+    ),
+    Rule("dymerge_jax.train", ("pallas_kernels", "dymerge_jax", "checkpoints"), but_not=_FRONTS[:2]),
+    Rule("dymerge_jax.serve", ("dymerge_jax", "checkpoints", "serving"), but_not=_FRONTS[1:]),
     Rule(
         "checkpoints",
         ("checkpoints", *(f"dymerge_jax.{name}" for name in ("config", "model", "lora", "gating", "demo"))),

