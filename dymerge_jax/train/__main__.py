@@ -70,6 +70,7 @@ def _run(options: argparse.Namespace) -> None:
                 top_k=options.top_k,
                 renormalize=options.renormalize,
                 name=options.name,
+                balance=options.balance,
             )
         )
 
@@ -165,6 +166,14 @@ def _add_gate_flags(parser: argparse.ArgumentParser) -> None:
         "--renormalize",
         action=argparse.BooleanOptionalAction,
         help="divide the kept weights by their sum (default: with --top-k of 2 or more)",
+    )
+    group.add_argument(
+        "--balance",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="add to the loss X times the imbalance of the experts' mean weights in a batch: 0 if all are used "
+        "alike and the number of adapters less 1 if one is used alone; for one gate a layer (default: %(default)s)",
     )
 
 

@@ -119,7 +119,7 @@ def adapter_loss(
     model, mates = frozen
     config, dtype = model.merged_ends().config, model.ends[0].dtype
     slots = trained_slots(config, factors, mates, scale=scale, dtype=dtype)
-    hidden = hidden_states(
+    hidden, _ = hidden_states(
         model, batch, slots, slot_weights(batch, mates), None, implementations=implementations, remat=remat
     )
     return mean_loss(model, hidden, batch)

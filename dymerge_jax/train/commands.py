@@ -167,6 +167,7 @@ class GateJob:
     top_k: experts that keep a weight; None keeps all.
     renormalize: whether the kept weights are divided by their sum; None does so from two kept experts on.
     name: of the set; None takes the folder's.
+    balance: weight of the loss's term against the use of few experts; 0 leaves it out. For one gate a layer.
     """
 
     job: Job
@@ -175,8 +176,13 @@ class GateJob:
     top_k: int | None = None
     renormalize: bool | None = None
     name: str | None = None
+    balance: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.balance < math.inf:
+            raise ValueError(f"balance is {self.balance}; expected 0 or more")
+        if self.balance and self.granularity != "layer":
+            raise ValueError(f"balance is {self.balance}, which is for one gate a layer; leave out --granularity")
         if len(self.experts) < 2:
             raise ValueError(f"got {len(self.experts)} adapters; a gate chooses among at least 2")
         _refuse_twice("adapter", self.experts)
@@ -249,10 +255,12 @@ def train_gate(gate_job: GateJob, on_step: OnStep | None = None) -> list[StepRec
         "granularity": described.granularity,
         "top_k": described.top_k,
         "renormalize": described.renormalize,
+        "balance": gate_job.balance,
         "experts": [[name, weights.content_hash] for name, weights in experts.items()],
     }
     plan = BatchPlan(inputs.samples, job.batch_size, job.seed)
-    loss = functools.partial(gate_loss, implementations=differentiable_implementations(), remat=job.remat)
+    implementations = differentiable_implementations()
+    loss = functools.partial(gate_loss, balance=gate_job.balance, implementations=implementations, remat=job.remat)
     slot_rank = max(expert.rank for expert in experts.values())
     placed = place_in_slots(inputs.config, experts, described, slot_rank=slot_rank, dtype=inputs.dtype)
     gates = new_gates(inputs.config, len(experts), described.granularity, seed=job.seed)

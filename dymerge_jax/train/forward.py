@@ -12,12 +12,13 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from dymerge_jax.attention import WholeSequences
-from dymerge_jax.gating import GateArray, gated_tokens
+from dymerge_jax.gating import GateArray, gated_tokens, layer_weights
 from dymerge_jax.kv_cache import empty_cache
 from dymerge_jax.layers import rope_angles
 from dymerge_jax.lora import SlotArray
 from dymerge_jax.model import Implementations, Llama, LlamaLayer, MixContext, SplitModel, Stream
 from dymerge_jax.step import ModelStructure, Weights, split_weights
+from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.maf_mvm import token_tile_size
 from pallas_kernels.pytree import pytree_dataclass, static_field
 from pallas_kernels.segments import build_segments
@@ -85,7 +86,7 @@ def hidden_states(
     *,
     implementations: Implementations,
     remat: bool,
-) -> Float[Array, "num_tokens hidden"]:
+) -> tuple[Float[Array, "num_tokens hidden"], Float[Array, "num_layers num_experts"] | None]:
     """Runs a batch through all layers.
 
     Args:
@@ -98,7 +99,8 @@ def hidden_states(
       remat: compute a layer's activations again in the backward pass instead of keeping them.
 
     Returns:
-      [num_seqs * seq_len, hidden] after the final norm, of no meaning for padding.
+      [num_seqs * seq_len, hidden] after the final norm, of no meaning for padding; and the mean weight of each expert
+      over the samples' tokens, for gates of one a layer.
     """
     ends = model.merged_ends()
     num_seqs, seq_len = batch.tokens.shape
@@ -115,20 +117,35 @@ def hidden_states(
         is_used = is_used | tokens.is_used
     segments = build_segments(static[:, None, :], tile_size=token_tile_size(positions.shape[0]), is_used=is_used)
 
-    def run_layer(stream: Stream, xs: tuple[Weights, SlotArray, _GateWeights]) -> tuple[Stream, None]:
+    def run_layer(stream: Stream, xs: tuple[Weights, SlotArray, _GateWeights]) -> tuple[Stream, Array | None]:
         layer_weights, *one_layer = xs
         # To the model a slot array and gates of one layer, which is layer 0.
         layer_slots, (layer_gate, projection_gates) = jax.tree.map(lambda array: array[None], tuple(one_layer))
         layer_gates = gates and dataclasses.replace(gates, layer=layer_gate, projection=projection_gates)
         mix = MixContext(slots=layer_slots, segments=segments, gates=layer_gates, tokens=tokens)
-        stream, _ = model.layer_structure.merge(layer_weights)(stream, no_cache, context, mix, implementations, 0)
-        return stream, None
+        layer = model.layer_structure.merge(layer_weights)
+        usage = _expert_usage(layer, stream, mix, is_real)
+        stream, _ = layer(stream, no_cache, context, mix, implementations, 0)
+        return stream, usage
 
     body = jax.checkpoint(run_layer) if remat else run_layer
     gate_weights = (None, None) if gates is None else (gates.layer, gates.projection)
     xs = model.layers, slots, gate_weights
-    stream, _ = jax.lax.scan(body, ends.embedded(batch.tokens.reshape(-1)), xs)
-    return ends.normed(stream)
+    stream, usage = jax.lax.scan(body, ends.embedded(batch.tokens.reshape(-1)), xs)
+    return ends.normed(stream), usage
+
+
+def _expert_usage(
+    layer: LlamaLayer, stream: Stream, mix: MixContext, is_real: Bool[Array, " num_tokens"]
+) -> Float[Array, " num_experts"] | None:
+    """Mean weight of each expert by the layer's own gate, if it has one; XLA finds that the layer computes the same."""
+    if mix.gates is None or mix.tokens is None or mix.gates.layer is None:
+        return None
+    _, h = add_rms_norm(stream.x, stream.delta, layer.input_norm[...], eps=layer.config.rms_norm_eps)
+    weights = layer_weights(mix.gates, mix.tokens, 0, h)
+    assert weights is not None
+    total = jnp.where(is_real[:, None], weights[:, 0], 0.0).sum(0)
+    return total / is_real.sum().astype(jnp.float32)
 
 
 _GateWeights = tuple[Array | None, dict[str, Array] | None]

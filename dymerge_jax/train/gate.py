@@ -100,16 +100,40 @@ def gate_loss(
     frozen: tuple[FrozenModel, FrozenExperts],
     batch: TrainBatch,
     *,
+    balance: float = 0.0,
     implementations: Implementations,
     remat: bool,
 ) -> Float[Array, ""]:
-    """Mean cross-entropy of a batch, in nats, with every token's experts weighted by the gates."""
+    """Mean cross-entropy of a batch, in nats, with every token's experts weighted by the gates.
+
+    Args:
+      gates: what is trained.
+      frozen: the model, and the experts in their slots.
+      batch: the samples.
+      balance: this times `imbalance` is added; above 0 for gates of one a layer only.
+      implementations, remat: see `hidden_states`.
+    """
     model, experts = frozen
     config = model.merged_ends().config
     static = jnp.zeros((batch.tokens.shape[0], experts.slots.num_slots), jnp.float32)
     array = gate_array(config, gates, experts.gates)
-    hidden = hidden_states(model, batch, experts.slots, static, array, implementations=implementations, remat=remat)
-    return mean_loss(model, hidden, batch)
+    hidden, usage = hidden_states(
+        model, batch, experts.slots, static, array, implementations=implementations, remat=remat
+    )
+    loss = mean_loss(model, hidden, batch)
+    if not balance:
+        return loss
+    assert usage is not None
+    return loss + balance * imbalance(usage)
+
+
+def imbalance(usage: Float[Array, "num_layers num_experts"]) -> Float[Array, ""]:
+    """0 if a batch uses all experts alike in every layer, num_experts - 1 if it uses one alone.
+
+    Args:
+      usage: mean weight of each expert; each layer's add up to 1.
+    """
+    return usage.shape[1] * (usage * usage).sum(1).mean() - 1.0
 
 
 def _sites(config: LlamaConfig, granularity: Granularity) -> Mapping[str, int]:

@@ -102,7 +102,7 @@ def test_a_killed_process_goes_on_to_the_same_bits(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--granularity", "projection", "--top-k", "1")])
+@pytest.mark.parametrize("flags", [("--balance", "0.01"), ("--granularity", "projection", "--top-k", "1")])
 def test_a_gate_is_trained_over_adapters_and_served_as_a_model(folder: Path, flags: Sequence[str]) -> None:
     for i, name in enumerate(("x", "y")):
         answer = {"prompt": "say", "completion": "abab" if i == 0 else "cdcd"}
@@ -138,6 +138,11 @@ def test_a_gate_is_trained_over_adapters_and_served_as_a_model(folder: Path, fla
         ("adapter", ["--out", "{root}/a"], "exists; give --out a folder that does not exist yet"),
         ("gate", ["--adapters", "{root}/a"], "got 1 adapters; a gate chooses among at least 2"),
         ("gate", ["--adapters", "{root}/a", "{root}/b", "--top-k", "3"], "top_k is 3; expected 1 to 2 adapters"),
+        (
+            "gate",
+            ["--adapters", "{root}/a", "{root}/b", "--balance", "1", "--granularity", "projection"],
+            "balance is 1.0, which is for one gate a layer",
+        ),
         (
             "gate",
             ["--adapters", "{root}/a", "{root}/b", "--top-k", "1", "--renormalize"],

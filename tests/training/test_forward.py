@@ -26,7 +26,7 @@ from dymerge_jax.train.adapter import (
 from dymerge_jax.train.batches import BatchPlan
 from dymerge_jax.train.data import Sample
 from dymerge_jax.train.forward import TrainBatch, differentiable_implementations, freeze_model, hidden_states
-from dymerge_jax.train.gate import gate_array, gate_loss, gated_set, place_in_slots
+from dymerge_jax.train.gate import gate_array, gate_loss, gated_set, imbalance, place_in_slots
 from tests.support.tiny_models import random_adapter, random_gated_set, tiny_model
 
 SCALE = 2.0
@@ -68,7 +68,7 @@ def test_logits_in_training_are_those_in_serving(rng: np.random.Generator) -> No
     def logits(factors: Factors) -> jax.Array:
         slots = trained_slots(config, factors, placed, scale=SCALE, dtype="float32")
         weights = slot_weights(batch, placed)
-        hidden = hidden_states(frozen, batch, slots, weights, None, implementations=IMPLEMENTATIONS, remat=False)
+        hidden, _ = hidden_states(frozen, batch, slots, weights, None, implementations=IMPLEMENTATIONS, remat=False)
         return frozen.merged_ends().logits(hidden).reshape(*batch.tokens.shape, -1)
 
     model = Model(split, None, adapter_slots=5)
@@ -110,8 +110,14 @@ def test_logits_of_a_gate_in_training_are_those_in_serving(
     frozen = freeze_model(split)
     array = gate_array(config, gates, placed.gates)
     static = jnp.zeros((3, placed.slots.num_slots), jnp.float32)
-    hidden = hidden_states(frozen, batch, placed.slots, static, array, implementations=IMPLEMENTATIONS, remat=False)
+    hidden, usage = hidden_states(
+        frozen, batch, placed.slots, static, array, implementations=IMPLEMENTATIONS, remat=False
+    )
     logits = frozen.merged_ends().logits(hidden).reshape(*batch.tokens.shape, -1)
+    if granularity == "layer":
+        np.testing.assert_allclose(usage.sum(1), np.ones(2), rtol=1e-5)  # pyright: ignore[reportOptionalMemberAccess]
+    else:
+        assert usage is None
 
     model = Model(split, None, adapter_slots=4)
     for name, adapter in experts.items():
@@ -187,6 +193,11 @@ def test_a_bfloat16_model_gives_float32_factors_nearly_the_gradient_of_a_float32
         gradients.append(np.concatenate([np.asarray(g).ravel() for g in jax.tree.leaves(gradient)]))
     a, b = gradients
     assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > 0.99
+
+
+def test_imbalance_is_zero_for_equal_use_and_largest_for_one_expert_alone() -> None:
+    assert float(imbalance(jnp.full((2, 4), 0.25))) == 0
+    assert float(imbalance(jnp.eye(4)[:2])) == 3
 
 
 def test_targets_are_groups_or_projections_in_the_models_order() -> None:
