@@ -87,8 +87,7 @@ def assert_gradients_match(
     ("implementation", "num_gates"),
     [
         (None, 1),
-        ("dense", 3),
-        *(pytest.param(name, n, marks=pytest.mark.slow) for name, n in ((None, 3), ("dense", 1))),
+        *(pytest.param(name, n, marks=pytest.mark.slow) for name, n in ((None, 3), ("dense", 1), ("dense", 3))),
         *(pytest.param("pallas_triton", n, marks=pytest.mark.slow) for n in (1, 3)),
     ],
 )
@@ -147,6 +146,7 @@ def test_tokens_without_pairs_may_hold_nan_and_get_the_gradient_of_their_base(rn
     assert not np.asarray(da[0]).any(), "another layer"
 
 
+@pytest.mark.slow
 def test_a_step_without_pairs_has_gradients_of_zero(rng: np.random.Generator) -> None:
     case = make_case(rng, Problem(num_slots=2), np.zeros((7, 1, 2), np.float32))
     *others, d_base = gradients(case, arguments(case), None)

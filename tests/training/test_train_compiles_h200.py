@@ -30,16 +30,19 @@ def h200() -> Iterator[H200]:
 
 
 def batch_structs(num_mates: int) -> TrainBatch:
+    def struct(shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
     def ints(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
+        return struct(shape, jnp.int32)
 
     return TrainBatch(
         tokens=ints(NUM_SEQS, SEQ_LEN),
         lengths=ints(NUM_SEQS),
         sources=ints(NUM_TARGETS),
         targets=ints(NUM_TARGETS),
-        is_target=jax.ShapeDtypeStruct((NUM_TARGETS,), jnp.bool_),
-        mate_weights=jax.ShapeDtypeStruct((NUM_SEQS, num_mates), jnp.float32),
+        is_target=struct((NUM_TARGETS,), jnp.bool_),
+        mate_weights=struct((NUM_SEQS, num_mates), jnp.float32),
     )
 
 
@@ -63,7 +66,8 @@ def test_a_training_step_compiles_with_our_kernels_and_updates_its_state_in_plac
     state = jax.eval_shape(lambda t: TrainState(t, optimizer.init(t)), trained)
     step = make_step(loss, optimizer)
     compiled = h200.compile(step, state, (frozen, placed), batch_structs(len(mates)), donate_argnums=0)
-    assert compiled.memory_analysis().alias_size_in_bytes >= sum(x.size * 4 for x in jax.tree.leaves(trained))
-    kernels = compiled.as_text()
+    memory: Any = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(x.size * 4 for x in jax.tree.leaves(trained))
+    kernels = str(compiled.as_text())
     assert "maf_" in kernels, "our kernel is not in the program"
     assert "add_rms_norm" in kernels, "the norm's own kernel is not in the program"
