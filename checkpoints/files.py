@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -147,3 +148,17 @@ def dtype_problems(found: Mapping[str, TensorInfo]) -> list[str]:
     """Every safetensors tensor whose dtype is not read."""
     wrong = [f"{name} is {info.dtype}" for name, info in found.items() if info.dtype not in FLOAT_DTYPES]
     return [f"unsupported dtypes (supported: {', '.join(FLOAT_DTYPES)}): {', '.join(wrong)}"] if wrong else []
+
+
+def pickle_message(pickled: Path, target: Path) -> str:
+    """Why weights that are "a pickle" are refused, and the command that makes a safetensors file of it elsewhere."""
+    # Copies, since safetensors refuses tensors that share memory, as pickles may have them.
+    script = (
+        "import torch, safetensors.torch as s; "
+        f'w = torch.load({json.dumps(str(pickled))}, "cpu", weights_only=True); '
+        f"s.save_file({{k: v.clone().contiguous() for k, v in w.items()}}, {json.dumps(str(target))})"
+    )
+    return (
+        f"({pickled.name}), which can run code when read; convert it where you trust it: "
+        f"python -c {shlex.quote(script)}"
+    )

@@ -3,27 +3,31 @@
     {"experts": ["legal", "./french"], "granularity": "layer", "top_k": 2, "renormalize": true, "name": "moe"}
 
 Gates are named "layers.{layer}.gate.weight" [num_experts, hidden], or with granularity "projection"
-"layers.{layer}.{projection}.gate.weight" [num_experts, in_features]. Only "experts" is required; the defaults are
-granularity "layer", top_k null (all experts), renormalize false, and the folder's name.
+"layers.{layer}.{projection}.gate.weight" [num_experts, in_features], for those of "projections" (all seven if it is
+left out). "absolute" takes the size of gate @ x, and "temperature" divides it. Only "experts" is required; the defaults
+are granularity "layer", top_k null (all experts), renormalize and absolute false, temperature 1, and the folder's name.
+An expert is an adapter's name, a folder relative to the set's own, or name=folder.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from checkpoints.errors import MissingFileError, refuse_if
 from checkpoints.files import dtype_problems, open_safetensors, read_json, tensor_problems
 from checkpoints.peft_adapter import CONFIG_FILE
-from dymerge_jax.config import LlamaConfig
+from checkpoints.writing import write_json
+from dymerge_jax.config import PROJECTIONS, LlamaConfig
 from dymerge_jax.gating import GatedSetWeights
 
 SET_FILE = "gated_set.json"
 GATE_FILE = "gate.safetensors"
 
-_FIELDS = ("name", "experts", "granularity", "top_k", "renormalize")
+_FIELDS = ("name", "experts", "granularity", "top_k", "renormalize", "projections", "absolute", "temperature")
 
 
 def load_gated_set(path: str | Path, config: LlamaConfig) -> GatedSetWeights:
@@ -49,11 +53,13 @@ def load_gated_set(path: str | Path, config: LlamaConfig) -> GatedSetWeights:
     refuse_if(_field_problems(content), f"{subject} ({SET_FILE})")
     experts = tuple(_resolve_expert(path, expert) for expert in content["experts"])
     granularity = content.get("granularity", "layer")
-    sites = _gate_sites(config, granularity)
+    sites = _gate_sites(config, granularity, content.get("projections", PROJECTIONS))
+    temperature = np.float32(content.get("temperature", 1.0))
     expected = {_gate_key(site): (len(experts), width) for site, width in sites.items()}
     with open_safetensors(path / GATE_FILE) as reader:
         refuse_if([*tensor_problems(reader.header, expected), *dtype_problems(reader.header)], subject)
-        gates = {site: reader.read(_gate_key(site)).astype(np.float32) for site in sites}
+        with np.errstate(over="ignore"):  # what becomes infinite is refused
+            gates = {site: reader.read(_gate_key(site)).astype(np.float32) / temperature for site in sites}
     broken = [_gate_key(site) for site, gate in gates.items() if not np.isfinite(gate).all()]
     refuse_if([f"NaN or infinite weights: {', '.join(broken)}"] if broken else [], subject)
     return GatedSetWeights(
@@ -63,7 +69,36 @@ def load_gated_set(path: str | Path, config: LlamaConfig) -> GatedSetWeights:
         top_k=content.get("top_k"),
         renormalize=content.get("renormalize", False),
         gates=gates,
+        is_absolute=content.get("absolute", False),
     )
+
+
+def save_gated_set(
+    path: Path,
+    experts: Sequence[str],
+    gates: Mapping[tuple[int, str], np.ndarray],
+    *,
+    top_k: int | None,
+    renormalize: bool,
+    is_absolute: bool = False,
+    temperature: float = 1.0,
+) -> None:
+    """Writes the two files of a gated set into an existing folder.
+
+    Args:
+      path: the folder.
+      experts: as in gated_set.json, in the order of the gates' rows.
+      gates: [num_experts, in_features] by (layer, "layer" or projection), not divided by the temperature.
+      top_k, renormalize, is_absolute: see `GatedSetWeights`.
+      temperature: divides the logits.
+    """
+    sites = {site for _, site in gates}
+    content: dict[str, Any] = {"experts": list(experts), "granularity": "layer" if sites == {"layer"} else "projection"}
+    if "layer" not in sites:
+        content["projections"] = [name for name in PROJECTIONS if name in sites]
+    content |= {"top_k": top_k, "renormalize": renormalize, "absolute": is_absolute, "temperature": temperature}
+    save_file({_gate_key(site): np.ascontiguousarray(gate) for site, gate in gates.items()}, path / GATE_FILE)
+    write_json(path / SET_FILE, content)
 
 
 def load_gated_sets(
@@ -94,14 +129,16 @@ def load_gated_sets(
 
 def _expert_name(expert: str, set_name: str, adapters: list[tuple[str, Path]]) -> str:
     """The expert's name; an adapter folder that has none yet gets one and joins `adapters`."""
-    path = Path(expert)
+    wanted, _, folder = ("", "", expert) if Path(expert).is_absolute() else expert.partition("=")
+    path = Path(folder)
     if not path.is_absolute():
         return expert
-    for name, folder in adapters:
-        if folder.resolve() == path:
+    for name, known in adapters:
+        if known.resolve() == path:
             return name
-    is_taken = path.name in (name for name, _ in adapters)
-    adapters.append((f"{set_name}/{path.name}" if is_taken else path.name, path))
+    wanted = wanted or path.name
+    is_taken = wanted in (name for name, _ in adapters)
+    adapters.append((f"{set_name}/{wanted}" if is_taken else wanted, path))
     return adapters[-1][0]
 
 
@@ -117,31 +154,52 @@ def _field_problems(content: dict[str, Any]) -> list[str]:
         problems.append(f"experts named twice: {', '.join(twice)}")
     if content.get("granularity", "layer") not in ("layer", "projection"):
         problems.append(f"granularity is {content['granularity']!r}; expected 'layer' or 'projection'")
+    problems += _projections_problems(content)
     top_k = content.get("top_k")
     most = len(experts) if is_list and experts else None
     if top_k is not None and (type(top_k) is not int or top_k < 1 or (most is not None and top_k > most)):
         problems.append(f"top_k is {top_k!r}; expected 1 to the number of experts ({most}), or null for all")
-    if not isinstance(content.get("renormalize", False), bool):
-        problems.append(f"renormalize is {content['renormalize']!r}; true or false was expected")
+    for field in ("renormalize", "absolute"):
+        if not isinstance(content.get(field, False), bool):
+            problems.append(f"{field} is {content[field]!r}; true or false was expected")
+    temperature = content.get("temperature", 1.0)
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 1e-6 <= temperature <= 1e6:
+        problems.append(f"temperature is {temperature!r}; a number from 1e-6 to 1e6 was expected")
     if "name" in content and not (isinstance(content["name"], str) and content["name"]):
         problems.append(f"name is {content['name']!r}; text was expected")
     return problems
 
 
+def _projections_problems(content: Mapping[str, Any]) -> list[str]:
+    if "projections" not in content:
+        return []
+    given = content["projections"]
+    is_list = isinstance(given, list) and all(isinstance(name, str) and name in PROJECTIONS for name in given)
+    if not is_list or not given or len(set(given)) != len(given):
+        return [f"projections is {given!r}; a list of some of {', '.join(PROJECTIONS)}, each once, was expected"]
+    if content.get("granularity", "layer") == "layer":
+        return ["projections is given with granularity 'layer', whose gate serves all; leave it out"]
+    return []
+
+
 def _resolve_expert(path: Path, expert: str) -> str:
-    """An adapter's name, or the absolute path of an adapter folder given relative to the set's own."""
-    folder = path / expert
+    """An adapter's name, or the absolute path of an adapter folder given relative to the set's own, "name=" kept."""
+    name, _, place = expert.partition("=") if not (path / expert).exists() and "=" in expert else ("", "", expert)
+    folder = path / place
     is_path = (folder / CONFIG_FILE).is_file()
-    if not is_path and (Path(expert).is_absolute() or expert.startswith(("./", "../"))):
+    if not is_path and (Path(place).is_absolute() or place.startswith(("./", "../"))):
         raise MissingFileError(f"gated set {str(path)!r}: expert {expert!r} is no folder with {CONFIG_FILE}")
-    return str(folder.resolve()) if is_path else expert
+    if not is_path:
+        return expert
+    return f"{name}={folder.resolve()}" if name else str(folder.resolve())
 
 
-def _gate_sites(config: LlamaConfig, granularity: str) -> dict[tuple[int, str], int]:
+def _gate_sites(config: LlamaConfig, granularity: str, projections: Iterable[str]) -> dict[tuple[int, str], int]:
     """Input width of every gate by (layer, "layer" or projection name)."""
     widths = {"layer": config.hidden}
     if granularity == "projection":
-        widths = {name: group.in_features for group in config.groups.values() for name in group.projections}
+        in_features = {name: group.in_features for group in config.groups.values() for name in group.projections}
+        widths = {name: in_features[name] for name in projections}
     return {(layer, site): width for layer in range(config.num_layers) for site, width in widths.items()}
 
 

@@ -6,19 +6,28 @@ use refuses the adapter: it is never half-loaded. A tokenizer saved with an adap
 and the log says so; saved token embeddings refuse the adapter, even if they equal the base model's.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.errors import CheckpointError, MissingFileError, refuse_if
-from checkpoints.files import TensorInfo, parse_json, read_json_bytes
+from checkpoints.files import (
+    SafetensorsReader,
+    TensorInfo,
+    open_safetensors,
+    parse_json,
+    pickle_message,
+    read_json_bytes,
+)
 from checkpoints.lora_config import read_lora_config
-from checkpoints.peft_header import ProjectionSource, Site, resolve_projections, sorted_keys
+from checkpoints.peft_header import BaseShapes, ProjectionSource, Site, resolve_projections, sorted_keys
 from checkpoints.safetensors_bytes import SafetensorsContent, TensorPlace, read_header
 from dymerge_jax.config import PROJECTIONS, LlamaConfig
 from dymerge_jax.lora import AdapterWeights, ProjectionWeights
@@ -66,8 +75,8 @@ def inspect_adapter(path: str | Path, config: LlamaConfig, *, max_rank: int | No
       CheckpointError: If the adapter is not supported, does not fit the model or is damaged; lists every reason.
     """
     path = Path(path)
-    header = read_header(_weights_file(path))
-    projections = _checked_projections(path, config, _read_config(path), header, max_rank)
+    header = read_header(weights_file(path))
+    projections = _checked_projections(path, BaseShapes.of_model(config), _read_config(path), header, max_rank)
     num_bytes = sum(info.num_bytes for info in header.values())
     names = {projection for _, projection in projections}
     return AdapterInfo(
@@ -113,8 +122,8 @@ def load_again(path: str | Path, layout: AdapterLayout) -> AdapterWeights:
       CheckpointError: If the files are others now.
     """
     path = Path(path)
-    weights_file = _weights_file(path)
-    config_bytes, weights_bytes = _read_config(path), weights_file.read_bytes()
+    file = weights_file(path)
+    config_bytes, weights_bytes = _read_config(path), file.read_bytes()
     if _content_hash(config_bytes, weights_bytes) != layout.content_hash:
         raise CheckpointError(
             f"{path} has changed on disk since it was loaded; load it anew under its name to use what is there now"
@@ -141,10 +150,10 @@ def load_with_layout(
         weights; lists every reason.
     """
     path = Path(path)
-    file = _weights_file(path)
+    file = weights_file(path)
     config_bytes, weights_bytes = _read_config(path), file.read_bytes()
     tensors = SafetensorsContent(file, weights_bytes)
-    sites = _checked_projections(path, config, config_bytes, tensors.header, max_rank)
+    sites = _checked_projections(path, BaseShapes.of_model(config), config_bytes, tensors.header, max_rank)
     places = {site: (tensors.place(p.a_key), tensors.place(p.b_key), p.scale) for site, p in sorted(sites.items())}
     layout = AdapterLayout(_content_hash(config_bytes, weights_bytes), places)
     weights = layout.read(weights_bytes)
@@ -154,8 +163,69 @@ def load_with_layout(
     return weights, layout
 
 
-def _weights_file(path: Path) -> Path:
-    """The adapter's safetensors file, its config being there too."""
+class OpenAdapter:
+    """An adapter whose files were checked, to be read one projection at a time.
+
+    Attributes:
+      path: its folder.
+      config: the object in its adapter_config.json.
+      sites: rank and scale of every adapted projection.
+      dtypes: of its tensors, by their name in a safetensors header.
+    """
+
+    def __init__(
+        self, path: Path, config: dict[str, Any], sites: dict[Site, ProjectionSource], reader: SafetensorsReader
+    ) -> None:
+        self.path = path
+        self.config = config
+        self.sites = sites
+        self.dtypes = {info.dtype for info in reader.header.values()}
+        self._reader = reader
+
+    def read(self, site: Site) -> ProjectionWeights:
+        """A, B and scale of one projection, in the stored dtype.
+
+        Raises:
+          CheckpointError: If it holds NaN or infinite weights.
+        """
+        source = self.sites[site]
+        weights = ProjectionWeights(self._reader.read(source.a_key), self._reader.read(source.b_key), source.scale)
+        _refuse_non_finite(self.path, self.sites, {site: weights})
+        return weights
+
+    def shape(self, site: Site) -> tuple[int, int]:
+        """(out_features, in_features) of an adapted projection."""
+        source = self.sites[site]
+        return self._reader.header[source.b_key].shape[0], self._reader.header[source.a_key].shape[1]
+
+
+@contextlib.contextmanager
+def open_adapters(paths: Sequence[Path]) -> Iterator[list[OpenAdapter]]:
+    """Opens adapters of one base model, which need not be there: their shapes are compared with each other's.
+
+    Raises:
+      MissingFileError: If a folder or one of its two files is missing.
+      CheckpointError: If an adapter is not supported, is damaged or has other shapes than those before it; lists every
+        reason.
+    """
+    with contextlib.ExitStack() as stack:
+        readers = [stack.enter_context(open_safetensors(weights_file(path))) for path in paths]
+        base = BaseShapes.of_adapters(reader.header for reader in readers)
+        adapters = []
+        for path, reader in zip(paths, readers, strict=True):
+            config_bytes = _read_config(path)
+            sites = _checked_projections(path, base, config_bytes, reader.header, None)
+            adapters.append(OpenAdapter(path, parse_json(path / CONFIG_FILE, config_bytes), sites, reader))
+        yield adapters
+
+
+def weights_file(path: Path) -> Path:
+    """The adapter's safetensors file, its config being there too.
+
+    Raises:
+      MissingFileError: If the folder or one of its two files is missing.
+      CheckpointError: If the weights are there as a pickle only.
+    """
     if not path.exists():
         raise MissingFileError(f"adapter path {str(path)!r} does not exist; expected a folder with {CONFIG_FILE}")
     if not path.is_dir():
@@ -166,11 +236,8 @@ def _weights_file(path: Path) -> Path:
         raise MissingFileError(f"adapter path {str(path)!r} holds no {CONFIG_FILE}{hint}")
     weights = path / WEIGHTS_FILE
     if not weights.is_file() and (path / "adapter_model.bin").is_file():
-        raise CheckpointError(
-            f"adapter {str(path)!r} has its weights as a pickle (adapter_model.bin), which can run code when read; "
-            'convert it where you trust it: python -c "import torch, safetensors.torch as s; '
-            f"s.save_file(torch.load('{path / 'adapter_model.bin'}', weights_only=True), '{weights}')\""
-        )
+        message = pickle_message(path / "adapter_model.bin", weights)
+        raise CheckpointError(f"adapter {str(path)!r} has its weights as a pickle {message}")
     if not weights.is_file():
         raise MissingFileError(f"adapter path {str(path)!r} holds no {WEIGHTS_FILE}")
     return weights
@@ -181,15 +248,15 @@ def _read_config(path: Path) -> bytes:
 
 
 def _checked_projections(
-    path: Path, config: LlamaConfig, config_bytes: bytes, header: dict[str, TensorInfo], max_rank: int | None
+    path: Path, base: BaseShapes, config_bytes: bytes, header: dict[str, TensorInfo], max_rank: int | None
 ) -> dict[Site, ProjectionSource]:
     """All checks that need no tensor data; every problem of config and header goes into one error."""
     lora, problems = read_lora_config(parse_json(path / CONFIG_FILE, config_bytes))
-    keys, key_problems = sorted_keys(header, config)
+    keys, key_problems = sorted_keys(header, base)
     problems += key_problems
     sites: dict[Site, ProjectionSource] = {}
     if lora is not None:
-        sites, site_problems = resolve_projections(keys, header, config, lora)
+        sites, site_problems = resolve_projections(keys, header, base, lora)
         problems += site_problems
     rank = max((p.rank for p in sites.values()), default=0)
     if max_rank is not None and rank > max_rank:

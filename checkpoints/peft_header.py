@@ -2,18 +2,21 @@
 
 import dataclasses
 import re
+from collections.abc import Iterable, Mapping
 
 from checkpoints.files import FLOAT_DTYPES, TensorInfo
 from checkpoints.lora_config import LoraConfig
 from dymerge_jax.config import PROJECTIONS, LlamaConfig
 
-_BLOCK_OF = {name: "self_attn" if name in PROJECTIONS[:4] else "mlp" for name in PROJECTIONS}
+BLOCK_OF = {name: "self_attn" if name in PROJECTIONS[:4] else "mlp" for name in PROJECTIONS}
+"""The block of a layer that holds a projection."""
+
 _EXPECTED_KEYS = (
     "expected base_model.model.model.layers.<layer>.<block>.<projection>.lora_A.weight and lora_B, "
     f"with self_attn.{{{', '.join(PROJECTIONS[:4])}}} and mlp.{{{', '.join(PROJECTIONS[4:])}}}"
 )
 # The prefix is the model's depth inside PeftModel; an adapter's name may stand before ".weight".
-_LORA_KEY = re.compile(
+LORA_KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<module>(?:model\.)?layers\.(?P<layer>\d{1,6})\.(?P<block>\w+)\.(?P<projection>\w+))"
     r"\.lora_(?P<side>[AB])(?:\.(?P<name>[^.]+))?\.weight"
 )
@@ -42,6 +45,46 @@ Site = tuple[int, str]
 
 
 @dataclasses.dataclass(frozen=True)
+class BaseShapes:
+    """What the tensors of an adapter must fit.
+
+    Attributes:
+      num_layers: of the base model.
+      projections: (out_features, in_features) by projection.
+      embedding: (vocab, hidden); None if it is not known.
+    """
+
+    num_layers: int
+    projections: Mapping[str, tuple[int, int]]
+    embedding: tuple[int, int] | None
+
+    @staticmethod
+    def of_model(config: LlamaConfig) -> "BaseShapes":
+        """Those of a base model."""
+        shapes = {
+            projection: (width, group.in_features)
+            for group in config.groups.values()
+            for projection, width in zip(group.projections, group.widths, strict=True)
+        }
+        return BaseShapes(config.num_layers, shapes, (config.vocab, config.hidden))
+
+    @staticmethod
+    def of_adapters(headers: Iterable[Mapping[str, TensorInfo]]) -> "BaseShapes":
+        """Those that adapters of one unknown base model share: of each projection the first that is found."""
+        num_layers, features = 0, {}
+        for header in headers:
+            for key, info in header.items():
+                match = LORA_KEY.fullmatch(key)
+                if match is None or match["projection"] not in BLOCK_OF or len(info.shape) != 2:
+                    continue
+                num_layers = max(num_layers, int(match["layer"]) + 1)
+                side = match["side"]
+                features.setdefault((match["projection"], side), info.shape[0 if side == "B" else 1])
+        shapes = {name: (features.get((name, "B"), 0), features.get((name, "A"), 0)) for name in PROJECTIONS}
+        return BaseShapes(num_layers, shapes, None)
+
+
+@dataclasses.dataclass(frozen=True)
 class SiteKeys:
     """The LoRA keys of a file: by site and side ("A" or "B"), and each site's module path for PEFT's patterns."""
 
@@ -49,14 +92,14 @@ class SiteKeys:
     modules: dict[Site, str]
 
 
-def sorted_keys(header: dict[str, TensorInfo], config: LlamaConfig) -> tuple[SiteKeys, list[str]]:
+def sorted_keys(header: dict[str, TensorInfo], base: BaseShapes) -> tuple[SiteKeys, list[str]]:
     """Sorts a file's keys into sites; what belongs to none is a problem, grouped by its kind."""
     keys = SiteKeys({}, {})
     names: set[str | None] = set()
     groups: dict[str, list[str]] = {}
     for key, info in header.items():
-        match = _LORA_KEY.fullmatch(key)
-        problem = _key_problem(key, info, match, config)
+        match = LORA_KEY.fullmatch(key)
+        problem = _key_problem(key, info, match, base)
         if problem is None and match is not None:
             site = (int(match["layer"]), match["projection"])
             if (site, match["side"]) in keys.tensors:
@@ -74,31 +117,26 @@ def sorted_keys(header: dict[str, TensorInfo], config: LlamaConfig) -> tuple[Sit
     return keys, problems
 
 
-def _key_problem(key: str, info: TensorInfo, match: re.Match[str] | None, config: LlamaConfig) -> str | None:
+def _key_problem(key: str, info: TensorInfo, match: re.Match[str] | None, base: BaseShapes) -> str | None:
     for pattern, kind in _OTHER_KEYS:
         if pattern.fullmatch(key):
             return kind
     if embedding := _EMBEDDING_KEY.fullmatch(key):
-        base = (config.vocab, config.hidden)
-        return f"saved {embedding[2]} of shape {info.shape} (the base model's is {base}); it is not supported"
-    if match is None or _BLOCK_OF.get(match["projection"]) != match["block"]:
+        own = "" if base.embedding is None else f" (the base model's is {base.embedding})"
+        return f"saved {embedding[2]} of shape {info.shape}{own}; it is not supported"
+    if match is None or BLOCK_OF.get(match["projection"]) != match["block"]:
         return f"unexpected tensors, which nothing would use ({_EXPECTED_KEYS})"
-    if int(match["layer"]) >= config.num_layers:
-        return f"layers outside the model, which has {config.num_layers}"
+    if int(match["layer"]) >= base.num_layers:
+        return f"layers outside the model, which has {base.num_layers}"
     if info.dtype not in FLOAT_DTYPES:
         return f"dtype {info.dtype}, where {', '.join(FLOAT_DTYPES)} are supported"
     return None
 
 
 def resolve_projections(
-    keys: SiteKeys, header: dict[str, TensorInfo], config: LlamaConfig, lora: LoraConfig
+    keys: SiteKeys, header: dict[str, TensorInfo], base: BaseShapes, lora: LoraConfig
 ) -> tuple[dict[Site, ProjectionSource], list[str]]:
-    """Pairs A with B and compares their shapes with the model and with the config's ranks."""
-    shapes = {
-        projection: (width, group.in_features)
-        for group in config.groups.values()
-        for projection, width in zip(group.projections, group.widths, strict=True)
-    }
+    """Pairs A with B and compares their shapes with the base model's and with the config's ranks."""
     sites: dict[Site, ProjectionSource] = {}
     unpaired, misshaped, misranked = [], [], []
     for site, module in keys.modules.items():
@@ -107,7 +145,7 @@ def resolve_projections(
             unpaired.append(f"{a_key or b_key} has no lora_{'B' if a_key else 'A'}")
             continue
         rank = lora.rank(module)
-        out_features, in_features = shapes[site[1]]
+        out_features, in_features = base.projections[site[1]]
         a, b = header[a_key].shape, header[b_key].shape
         if (a[1:], b[:1]) != ((in_features,), (out_features,)) or len(b) != 2 or a[0] != b[1]:
             expected = f"expected ({rank}, {in_features}) and ({out_features}, {rank})"

@@ -1,61 +1,137 @@
-"""Writes an adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors."""
+"""Writes a LoRA adapter as PEFT does, one projection at a time: the whole adapter is never in memory."""
 
+import contextlib
 import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
+from checkpoints.errors import CheckpointError
+from checkpoints.files import FLOAT_DTYPES
 from checkpoints.peft_adapter import CONFIG_FILE, WEIGHTS_FILE
-from dymerge_jax.config import PROJECTIONS
-from dymerge_jax.lora import AdapterWeights
+from checkpoints.peft_header import BLOCK_OF, Site
+
+AdapterDtype = Literal["float32", "float16", "bfloat16"]
+
+_ALIGNMENT = 8  # the safetensors package starts the data there
 
 
-def write_peft_adapter(
-    folder: Path, adapter: AdapterWeights, *, alpha: float, base_model: str, dtype: str = "float32"
-) -> None:
-    """Writes an adapter of one rank into an existing folder.
-
-    Args:
-      folder: gets the two files.
-      adapter: every projection has the same rank, and scale alpha / rank.
-      alpha: lora_alpha.
-      base_model: what the config says of the model it was made for.
-      dtype: of the stored tensors: float32, float16 or bfloat16.
-
-    Raises:
-      ValueError: If ranks or scales differ.
-    """
-    rank = adapter.rank
-    if others := [site for site, p in adapter.projections.items() if (p.rank, p.scale) != (rank, alpha / rank)]:
-        raise ValueError(f"projections {others} have another rank than {rank} or another scale than {alpha / rank}")
-    targets = {name for _, name in adapter.projections}
-    tensors: dict[str, np.ndarray] = {}
-    for (layer, name), projection in sorted(adapter.projections.items()):
-        block = "self_attn" if name in PROJECTIONS[:4] else "mlp"
-        prefix = f"base_model.model.model.layers.{layer}.{block}.{name}"
-        for side, matrix in (("A", projection.a), ("B", projection.b)):
-            tensors[f"{prefix}.lora_{side}.weight"] = np.ascontiguousarray(matrix.astype(jnp.dtype(dtype)))
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    config = {
+def adapter_config_json(rank: int, target_modules: Sequence[str], base_model: str | None) -> dict[str, Any]:
+    """adapter_config.json of an adapter with scaling 1: alpha is the rank, and no pattern says otherwise."""
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": rank,
-        "lora_alpha": alpha,
+        "lora_alpha": rank,
         "lora_dropout": 0.0,
-        "target_modules": [name for name in PROJECTIONS if name in targets],
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
         "use_rslora": False,
         "use_dora": False,
         "rank_pattern": {},
         "alpha_pattern": {},
+        "target_modules": list(target_modules),
         "modules_to_save": None,
-        "layers_to_transform": None,
-        "layers_pattern": None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
     }
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def module_path(site: Site) -> str:
+    """Path of a projection in the base model, such as "model.layers.0.self_attn.q_proj"."""
+    layer, projection = site
+    return f"model.layers.{layer}.{BLOCK_OF[projection]}.{projection}"
+
+
+def write_peft_adapter(
+    path: Path,
+    config: Mapping[str, Any],
+    shapes: Mapping[Site, tuple[int, int]],
+    projections: Iterable[tuple[Site, np.ndarray, np.ndarray]],
+    *,
+    dtype: AdapterDtype,
+    metadata: Mapping[str, str],
+) -> None:
+    """Writes an adapter's folder, wholly or not at all.
+
+    Args:
+      path: the folder; must not exist.
+      config: of adapter_config.json; every projection has its `r` as the rank.
+      shapes: (out_features, in_features) of every projection, in the order in which they come.
+      projections: site, A [rank, in_features] and B [out_features, rank] of each, float32.
+      dtype: of the stored tensors.
+      metadata: kept in the header of the weights.
+
+    Raises:
+      CheckpointError: If `path` exists, or a weight is not finite in `dtype`.
+    """
+    if path.exists():
+        raise CheckpointError(f"{path} exists; give a folder that does not exist yet")
+    with _made_whole(path) as folder:
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        tensors = {}
+        for site, (out_features, in_features) in shapes.items():
+            tensors[_key(site, "A")] = (config["r"], in_features)
+            tensors[_key(site, "B")] = (out_features, config["r"])
+        with (folder / WEIGHTS_FILE).open("wb") as file:
+            file.write(_header(tensors, dtype, metadata))
+            for (name, shape), array in zip(tensors.items(), _in_order(projections), strict=True):
+                assert array.shape == shape, (name, array.shape, shape)
+                file.write(_stored(name, array, dtype).tobytes())
+
+
+@contextlib.contextmanager
+def _made_whole(path: Path) -> Iterator[Path]:
+    """A folder beside `path` that gets its name at the end, or is removed if something fails."""
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.parent / f".{path.name}.partial-{os.getpid()}"
+    partial.mkdir()
+    try:
+        yield partial
+        partial.rename(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _key(site: Site, side: Literal["A", "B"]) -> str:
+    return f"base_model.model.{module_path(site)}.lora_{side}.weight"
+
+
+def _in_order(projections: Iterable[tuple[Site, np.ndarray, np.ndarray]]) -> Iterator[np.ndarray]:
+    for _, a, b in projections:
+        yield a
+        yield b
+
+
+def _header(tensors: Mapping[str, tuple[int, int]], dtype: AdapterDtype, metadata: Mapping[str, str]) -> bytes:
+    """The head of a safetensors file whose tensors follow in this order."""
+    stored_name = next(name for name, own in FLOAT_DTYPES.items() if own == dtype)
+    content: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    start = 0
+    for name, shape in tensors.items():
+        stop = start + math.prod(shape) * jnp.dtype(dtype).itemsize
+        content[name] = {"dtype": stored_name, "shape": shape, "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(content).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _stored(name: str, array: np.ndarray, dtype: AdapterDtype) -> np.ndarray:
+    with np.errstate(over="ignore"):  # told below, with the tensor's name
+        stored = array.astype(jnp.dtype(dtype))
+    if not np.isfinite(stored).all():
+        largest = float(np.abs(array).max())
+        raise CheckpointError(
+            f"{name} has weights up to {largest:.3g}, which {dtype} cannot hold; use a dtype of a wider range"
+        )
+    return stored

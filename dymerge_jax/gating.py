@@ -24,17 +24,20 @@ Granularity = Literal["layer", "projection"]
 class GatedSetWeights:
     """One gated set on the host.
 
-    The gate of a site computes softmax(gate @ x) over the set's experts in float32; with `top_k` only the largest
-    top_k stay, divided by their sum if `renormalize`.
+    The gate of a site computes softmax(gate @ x) over the set's experts in float32, of |gate @ x| if `is_absolute`;
+    with `top_k` only the largest top_k stay, divided by their sum if `renormalize`.
 
     Attributes:
       name: what a request calls the set.
       experts: adapter names (or absolute folder paths) in the order of the gates' rows.
       granularity: "layer": one gate a layer, fed the input of q, k and v, serves all seven projections;
-        "projection": each projection has its own gate, fed that projection's input.
+        "projection": each projection has its own gate, fed that projection's input. In a projection without one, every
+        expert has weight 1: an adapter of attention beside experts of the MLP, as LoRAMoE has it, is part of an expert.
       top_k: experts that keep a weight; None keeps all.
       renormalize: whether the kept weights are divided by their sum.
-      gates: [num_experts, in_features] float32 by (layer, "layer") or by (layer, projection name).
+      gates: [num_experts, in_features] float32 by (layer, "layer") or by (layer, projection name); the same projections
+        in every layer.
+      is_absolute: an expert's logit is the size of the product, whatever its sign (Arrow).
     """
 
     name: str
@@ -43,6 +46,7 @@ class GatedSetWeights:
     top_k: int | None
     renormalize: bool
     gates: dict[tuple[int, str], np.ndarray]
+    is_absolute: bool = False
 
     def __post_init__(self) -> None:
         if not self.experts:
@@ -58,6 +62,11 @@ class GatedSetWeights:
     def num_experts(self) -> int:
         return len(self.experts)
 
+    @property
+    def gated_projections(self) -> frozenset[str]:
+        """The projections that have gates of their own."""
+        return frozenset(site for _, site in self.gates) - {"layer"}
+
 
 @pytree_dataclass
 class GateArray:
@@ -67,16 +76,20 @@ class GateArray:
       layer: [num_layers, num_sets, max_experts, hidden] float32 gates of "layer" granularity; None without such sets.
       projection: by fused group, [num_layers, num_sets, num_projections, max_experts, in_features] float32; None
         without sets of "projection" granularity.
+      has_gate: by fused group, [num_sets, num_projections] bool: whether the set has gates for the projection; None
+        without sets of "projection" granularity.
       num_experts, top_k: [num_sets] int32.
-      renormalize, is_per_projection: [num_sets] bool.
+      renormalize, is_absolute, is_per_projection: [num_sets] bool.
       expert_of_slot: [num_sets, num_slots] int32, the expert whose adapter lies in the slot, -1 for none.
     """
 
     layer: Float[Array, "num_layers num_sets max_experts hidden"] | None
     projection: dict[str, Float[Array, "num_layers num_sets num_projections max_experts in_features"]] | None
+    has_gate: dict[str, Bool[Array, "num_sets num_projections"]] | None
     num_experts: Int[Array, " num_sets"]
     top_k: Int[Array, " num_sets"]
     renormalize: Bool[Array, " num_sets"]
+    is_absolute: Bool[Array, " num_sets"]
     is_per_projection: Bool[Array, " num_sets"]
     expert_of_slot: Int[Array, "num_sets num_slots"]
 
@@ -86,12 +99,16 @@ def build_gate_array(config: LlamaConfig, sets: Sequence[GatedSetWeights], *, nu
     if not sets:
         return None
     max_experts = max(s.num_experts for s in sets)
-    layer = projection = None
+    layer = projection = has_gate = None
     if any(s.granularity == "layer" for s in sets):
         layer = np.zeros((config.num_layers, len(sets), max_experts, config.hidden), np.float32)
     if any(s.granularity == "projection" for s in sets):
         projection = {
             name: np.zeros((config.num_layers, len(sets), len(g.projections), max_experts, g.in_features), np.float32)
+            for name, g in config.groups.items()
+        }
+        has_gate = {
+            name: jnp.asarray([[p in s.gated_projections for p in g.projections] for s in sets], bool)
             for name, g in config.groups.items()
         }
     places = {p: (name, i) for name, g in config.groups.items() for i, p in enumerate(g.projections)}
@@ -107,9 +124,11 @@ def build_gate_array(config: LlamaConfig, sets: Sequence[GatedSetWeights], *, nu
     return GateArray(
         layer=None if layer is None else jnp.asarray(layer),
         projection=None if projection is None else {k: jnp.asarray(v) for k, v in projection.items()},
+        has_gate=has_gate,
         num_experts=jnp.asarray([s.num_experts for s in sets], jnp.int32),
         top_k=jnp.asarray([s.top_k or s.num_experts for s in sets], jnp.int32),
         renormalize=jnp.asarray([s.renormalize for s in sets], bool),
+        is_absolute=jnp.asarray([s.is_absolute for s in sets], bool),
         is_per_projection=jnp.asarray([s.granularity == "projection" for s in sets], bool),
         expert_of_slot=jnp.full((len(sets), num_slots), -1, jnp.int32),
     )
@@ -167,6 +186,7 @@ def mixture_weights(
     max_experts = logits.shape[-1]
     expert = jnp.arange(max_experts, dtype=jnp.int32)
     exists = expert[None, None, :] < gates.num_experts[set_ids][:, None, None]
+    logits = jnp.where(gates.is_absolute[set_ids][:, None, None], jnp.abs(logits), logits)
     probs = jax.nn.softmax(jnp.where(exists, logits, -jnp.inf), axis=-1)
     higher = probs[..., None, :] > probs[..., :, None]
     tied_before = (probs[..., None, :] == probs[..., :, None]) & (expert[None, :] < expert[:, None])[None, None]
@@ -221,9 +241,11 @@ def gated_columns(
     """
     weights = per_layer
     if gates.projection is not None:
+        assert gates.has_gate is not None
         weights = mixture_weights(
             gates, tokens.set_ids, _select(x, gates.projection[group.name][layer], tokens.set_ids)
         )
+        weights = jnp.where(gates.has_gate[group.name][tokens.set_ids][:, :, None], weights, 1.0)
         if per_layer is not None:
             own = gates.is_per_projection[tokens.set_ids][:, None, None]
             weights = jnp.where(own, weights, jnp.broadcast_to(per_layer, weights.shape))

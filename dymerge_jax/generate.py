@@ -113,6 +113,36 @@ def batch_logits(
     return model.logits(hidden).reshape(*batch.tokens.shape, -1)
 
 
+@functools.partial(jax.jit, static_argnames=("graph", "implementations", "max_targets"))
+def batch_losses(
+    graph: nnx.GraphDef[Llama],
+    state: nnx.State,
+    slots: SlotArray,
+    gates: GateArray | None,
+    mix: AdapterMix,
+    batch: Batch,
+    prompt_lengths: Int[Array, " num_seqs"],
+    *,
+    max_targets: int,
+    implementations: Implementations = Implementations(),  # noqa: B008 (frozen)
+) -> Float[Array, "num_seqs max_targets"]:
+    """Cross entropy of every token behind a row's prompt, in nats, float32; 0 past a row's length.
+
+    Logits are made where a target is predicted only: those of all positions would be larger than the model.
+    """
+    model = nnx.merge(graph, state)
+    num_seqs, max_len = batch.tokens.shape
+    hidden, _ = _prefill(model, slots, gates, mix, batch, _block_tables(num_seqs, max_len), implementations)
+    positions = prompt_lengths[:, None] + jnp.arange(max_targets, dtype=jnp.int32)[None, :]
+    is_target = positions < batch.lengths[:, None]
+    positions = jnp.where(is_target, positions, 1)
+    rows = jnp.arange(num_seqs, dtype=jnp.int32)[:, None]
+    logits = model.logits(hidden.reshape(num_seqs, max_len, -1)[rows, positions - 1].reshape(-1, hidden.shape[1]))
+    targets = batch.tokens[rows, positions].reshape(-1, 1)
+    losses = jax.nn.logsumexp(logits, axis=1) - jnp.take_along_axis(logits, targets, axis=1)[:, 0]
+    return jnp.where(is_target, losses.reshape(is_target.shape), 0.0)
+
+
 @functools.partial(jax.jit, static_argnames=("graph", "implementations", "max_new_tokens", "stop_ids"))
 def generate_tokens(
     graph: nnx.GraphDef[Llama],

@@ -157,7 +157,7 @@ class Model:
         Raises:
           ValueError: If the model has no tokenizer, or no chat template for `chat`.
         """
-        tokenizer = self._require_tokenizer()
+        tokenizer = self.require_tokenizer()
         if isinstance(texts, str):
             raise TypeError("got one str; expected a sequence of texts, such as [text]")
         if chat and not tokenizer.chat_template:
@@ -173,7 +173,7 @@ class Model:
 
     def detokenize(self, out: GenerateOutput) -> list[str]:
         """The generated texts, without special tokens."""
-        tokenizer = self._require_tokenizer()
+        tokenizer = self.require_tokenizer()
         tokens, lengths = np.asarray(out.tokens), np.asarray(out.lengths)
         return [
             tokenizer.decode(row[:n].tolist(), skip_special_tokens=True) for row, n in zip(tokens, lengths, strict=True)
@@ -232,7 +232,12 @@ class Model:
             raise ValueError(f"no gated set is named {name!r}; the loaded ones are: {known}")
         return self.gated_set_names.index(name)
 
-    def _require_tokenizer(self) -> Any:
+    def require_tokenizer(self) -> Any:
+        """The tokenizer.
+
+        Raises:
+          ValueError: If the model has none.
+        """
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer; make batches by Batch(tokens=, lengths=)")
         return self.tokenizer

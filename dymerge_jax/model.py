@@ -171,7 +171,9 @@ class LlamaLayer(nnx.Module):
         with jax.named_scope("gate"):
             columns = gated_columns(mix.gates, mix.tokens, layer, self.config.groups[group], x, per_layer)
             static = jnp.broadcast_to(mix.segments.weights, columns.shape)
-            return mix.segments.with_weights(static + columns)
+            segments = mix.segments.with_weights(static + columns)
+            # A decode step is one tile, in which hardly a slot stays unused, and cannot afford the sort.
+            return segments if segments.num_tiles == 1 else segments.compacted(mix.slots.groups[group].scale[layer])
 
 
 class Llama(nnx.Module):

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from serving.config import DTypeName, EngineConfig, SchedulerName, parse_bytes
+from serving.queue_bound import DEFAULT_MAX_WAITING
 
 if TYPE_CHECKING:  # what needs jax or transformers is imported once the flags are known to be right
     from checkpoints.loaded_model import LoadedModel
@@ -374,7 +375,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-waiting",
         type=int,
-        default=1024,
+        default=DEFAULT_MAX_WAITING,
         metavar="N",
         help="requests that may wait for their first token; more are refused with 429 and Retry-After (default: "
         "%(default)s)",

@@ -48,6 +48,15 @@ class Segments:
         """The same segments with other weights, e.g. a gate's. Every non-zero must lie in an existing segment."""
         return dataclasses.replace(self, weights=weights)
 
+    def compacted(self, scale: Float[Array, "num_slots num_projections"]) -> "Segments":
+        """The same pairs without the segments that add nothing, so that a kernel does not walk them.
+
+        Args:
+          scale: [num_slots, num_projections] float32 of each slot; zero where its adapter leaves a projection alone.
+        """
+        is_used = ((self.weights != 0) & (scale != 0).T[None]).any(1)
+        return build_segments(self.weights, tile_size=self.tile_size, is_used=is_used, max_segments=self.max_segments)
+
 
 def build_segments(
     weights: Float[Array, "num_tokens num_gates num_slots"],

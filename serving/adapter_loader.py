@@ -275,6 +275,8 @@ class AdapterLoader:
             self._dropped.discard(adapter.id)
             return
         if (error := job.future.exception()) is not None:
+            if self._store.known(adapter.id) is not adapter:  # it was added from another folder meanwhile: try there
+                return
             logger.warning("adapter %r could not be %s: %s", adapter.name, what, error)
             self._failures[adapter.id] = f"adapter {adapter.name!r} could not be {what}: {error}"
             return

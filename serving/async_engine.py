@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -287,16 +288,18 @@ class AsyncEngine:
 
     def _run(self) -> None:
         running: set[str] = set()  # what the engine holds, as far as this thread knows
+        inbox: deque[_Command] = deque()  # what is left of it if a command has failed
         failed_steps = 0
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._inbox or self._is_stopping or self._can_step)
-                inbox, self._inbox = self._inbox, []
+                self._condition.wait_for(lambda: inbox or self._inbox or self._is_stopping or self._can_step)
+                inbox.extend(self._inbox)
+                self._inbox.clear()
                 if self._is_stopping:
                     break
             try:
-                for command in inbox:
-                    self._apply(command, running)
+                while inbox:
+                    self._apply(inbox.popleft(), running)
                 outputs = self.engine.step() if self._can_step else []
                 failed_steps = 0 if outputs else failed_steps
             except Exception as error:

@@ -235,9 +235,10 @@ class Engine:
         request = self.scheduler.abort(request_id)
         if request is not None:
             self._forget(request)
+            self._observe()
 
     def forget_prefixes(self) -> None:
-        """Lets every later request compute its prompt anew; for measurements of cold prompts."""
+        """Lets every later request compute its prompt anew."""
         self.scheduler.block_pool.forget_contents()
 
     @property
@@ -265,8 +266,9 @@ class Engine:
         Raises:
           ValueError: If it is larger than the host tier.
         """
-        in_use = self.slot_cache.pinned | self.loader.copying
-        return self.store.add(adapter, keep=in_use)
+        adapter_id = self.store.add(adapter, keep=self.slot_cache.pinned | self.loader.copying)
+        self._observe()
+        return adapter_id
 
     def remove_adapter(self, adapter_id: str) -> None:
         """Lets no new request use an adapter; its memory is free when the last of those that have it ends.
@@ -285,6 +287,7 @@ class Engine:
             )
         self.store.retire(adapter_id)
         self._free_if_unused(adapter_id)
+        self._observe()
 
     def adapter_status(self, adapter_id: str) -> Tier:
         """The fastest tier that has the adapter.
@@ -302,6 +305,8 @@ class Engine:
         scheduler = self.scheduler
         if adapter_id in scheduler.waiting_tally or adapter_id in scheduler.running_tally:
             return
+        if self.store.known(adapter_id).root is None:  # one of other content may get its id, which is its name alone
+            self.forget_prefixes()
         self.loader.drop(adapter_id)
         self.store.forget(adapter_id)
         if adapter_id in self.slot_cache.resident:
@@ -481,6 +486,7 @@ class Engine:
             self._free_if_unused(adapter_id)
 
     def _observe(self) -> None:
+        """Shows what is owned: after each step, and where something changes that no step may follow."""
         self.metrics.set_resources(
             num_resident=len(self.slot_cache.resident),
             num_loading=self.loader.num_loading,

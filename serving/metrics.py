@@ -190,7 +190,7 @@ class Metrics:
     def _label(self, adapter_id: str) -> str:
         """The name of the adapter if it is among the first to need a label value, else OTHER_ADAPTERS."""
         name = adapter_name(adapter_id)
-        if name not in self._labels and len(self._labels) >= self._max_adapter_labels:
+        if name == OTHER_ADAPTERS or (name not in self._labels and len(self._labels) >= self._max_adapter_labels):
             return OTHER_ADAPTERS
         self._labels.add(name)
         return name
@@ -227,6 +227,7 @@ class _Queues:
         by_name: Counts[str] = Counts()
         for adapter_id, count in tally.by_adapter().items():
             by_name[adapter_name(adapter_id)] += count  # a replaced adapter may still run beside the new one
+        others = by_name.pop(OTHER_ADAPTERS, 0)  # an adapter may be named so
         counts = by_name.most_common()
-        shown, others = counts[: self._max_adapter_labels], counts[self._max_adapter_labels :]
-        return [*shown, (OTHER_ADAPTERS, sum(count for _, count in others))] if others else shown
+        others += sum(count for _, count in counts[self._max_adapter_labels :])
+        return counts[: self._max_adapter_labels] + ([(OTHER_ADAPTERS, others)] if others else [])

@@ -109,7 +109,7 @@ class ModelRegistry:
         _check_name(name, "lora_name")
         if (taken_by := self._kind(name)) not in (None, "adapter"):
             raise InvalidRequestError(
-                f"the name {name!r} is that of a {taken_by}; load the adapter under another one", param="lora_name"
+                f"the name {name!r} is taken ({taken_by}); load the adapter under another one", param="lora_name"
             )
         if gated_sets := [s.name for s in self.gated_sets.values() if name in s.experts]:
             raise ConflictError(
@@ -183,7 +183,7 @@ class ModelRegistry:
                 f'there is a mix named {name!r} already; give "replace": true to replace it', param="name"
             )
         if kind not in (None, "mix"):
-            raise InvalidRequestError(f"the name {name!r} is that of a {kind}; give the mix another", param="name")
+            raise InvalidRequestError(f"the name {name!r} is taken ({kind}); give the mix another", param="name")
         if not weights:
             raise InvalidRequestError(
                 f"the mix {name!r} names no adapter; the base model {self.base_name!r} is that already",

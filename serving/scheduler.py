@@ -81,16 +81,17 @@ class Scheduler:
     Adapters that are not at hand. With a staging area, a request is admitted only if each of its adapters is in slots
     or staged; until then others are tried as if it did not fit. A request that lacks more slots than the staging area
     has gets its adapters into slots as they come, before it is admitted. What one step copies into slots is bounded
-    while others run: the rest is admitted in the next.
+    while others run: who needs more does not fit into this step.
 
     Room that is claimed. While a request for which the policy says CLAIM is waiting for slots or adapters (for lack of
     anything else nobody fits: all requests need rows, blocks and budget), its room is: one row; blocks for its tokens
-    and one more; and every slot that is unpinned now or later, until it has enough. A request behind it is admitted
-    only if all its adapters are among the claimant's own (a base request has none); it fits, at its greatest length,
-    into the blocks beyond the claim, all of which are promised to it while it runs, and a row is left; and its prompt
-    ends within this step, so that from the next step on it takes one token of budget, and `max_num_batched_tokens >=
-    max_num_seqs` keeps one for each row. So each admission leaves the claim whole. Blocks that a request takes beyond
-    its promise later on are its own alone, and come back when it ends.
+    and one more; its adapters that are in slots, which nobody evicts for others; and as many slots as it lacks or, if
+    there are fewer, every slot that is unpinned now or later, until it has enough. A request behind it is admitted
+    only if its slots are beyond the claim or all its adapters among the claimant's own (a base request has none); it
+    fits, at its greatest length, into the blocks beyond the claim, all of which are promised to it while it runs, and
+    a row is left; and its prompt ends within this step, so that from the next step on it takes one token of budget,
+    and `max_num_batched_tokens >= max_num_seqs` keeps one for each row. So each admission leaves the claim whole.
+    Blocks that a request takes beyond its promise later on are its own alone, and come back when it ends.
     """
 
     def __init__(
@@ -415,6 +416,8 @@ class Scheduler:
         finally:  # only now, as `waiting` is to stay as it is meanwhile
             for request in admitted:
                 self._leave_queue(request)
+            for adapter_id in room.pinned_by_claims:
+                self.slot_cache.unpin(adapter_id)
 
     def _try_in_order(
         self, order: Iterator[Request], room: "_Room", draft: "_Draft", admitted: list[Request], now_s: float
@@ -424,22 +427,19 @@ class Scheduler:
             if request is None:
                 return
             shared = self._shared_if_it_fits(request, room, draft.budget)
-            if shared is not None:
-                if not draft.can_write(self._num_slots_missing(request)):
-                    return
+            if shared is not None and draft.can_write(self._num_slots_missing(request)):
                 admitted.append(request)
                 request.has_overtaken = room.claimed_by is not None
                 room.take(self._promised_blocks(request) - self.block_pool.count_owned(shared))
                 self._start(request, shared, draft)
                 continue
-            if room.claimed_by is None:
+            if shared is None and room.claimed_by is None:
                 self._place_staged(request, draft)
             match self.policy.when_blocked(request, now_s):
                 case WhenBlocked.STOP:
                     return
                 case WhenBlocked.CLAIM:
-                    room.take(self._promised_blocks(request))
-                    room.claim_slots(request.adapters)
+                    self._claim(request, room)
                 case WhenBlocked.PASS:
                     pass
 
@@ -448,9 +448,7 @@ class Scheduler:
 
         `_Fitting` says the same of all waiting requests at once, as if they found none.
         """
-        if not self._is_at_hand(request) or not self.slot_cache.can_hold(self._num_slots(request)):
-            return None
-        if room.claimed_by is not None and not room.claimed_by.issuperset(request.adapters):
+        if not self._is_at_hand(request) or not self._has_slots(request, room):
             return None
         shared = self._find_computed(request)
         num_blocks = self._promised_blocks(request) if room.claimed_by is None else self._most_blocks(request)
@@ -458,6 +456,23 @@ class Scheduler:
             return None
         num_tokens = request.num_uncomputed_tokens - len(shared) * self.block_pool.block_size
         return shared if room.claimed_by is None or num_tokens <= budget else None
+
+    def _has_slots(self, request: Request, room: "_Room") -> bool:
+        num_slots = self._num_slots(request)
+        if room.claimed_by is None or room.claimed_by.issuperset(request.adapters):
+            return self.slot_cache.can_hold(num_slots)
+        return not room.are_all_slots_claimed and self.slot_cache.can_hold(num_slots, num_kept=room.num_slots_claimed)
+
+    def _claim(self, request: Request, room: "_Room") -> None:
+        """Keeps its room for a request that waits for slots or adapters, or to be written; see the class."""
+        cache = self.slot_cache
+        room.take(self._promised_blocks(request))
+        for adapter_id in request.adapters:
+            if adapter_id in cache.resident:
+                cache.pin(adapter_id)  # until everybody has been tried
+                room.pinned_by_claims.append(adapter_id)
+        num_left = cache.num_free + cache.num_evictable_slots
+        room.claim_slots(request.adapters, self._num_slots_missing(request), num_left)
 
     def _find_computed(self, request: Request) -> list[int]:
         return [] if self.prefix_cache is None else self.prefix_cache.find(request)
@@ -575,10 +590,17 @@ class _Draft:
     is_short_of_blocks: bool = False
     max_slot_writes: int | None = None
 
+    @property
+    def num_writes_left(self) -> int | None:
+        """Slots that the step may still write into; None for any number."""
+        if self.max_slot_writes is None or not self.loads:
+            return None
+        return self.max_slot_writes - sum(len(load.slot_ids) for load in self.loads)
+
     def can_write(self, num_slots: int) -> bool:
         """True if the step may write into so many slots more."""
-        num_written = sum(len(load.slot_ids) for load in self.loads)
-        return not num_written or self.max_slot_writes is None or num_written + num_slots <= self.max_slot_writes
+        num_left = self.num_writes_left
+        return num_slots == 0 or num_left is None or num_slots <= num_left
 
     def add(self, chunk: Chunk) -> None:
         self.chunks[chunk.request.request_id] = chunk
@@ -596,28 +618,40 @@ class _Room:
 
     Attributes:
       num_rows, num_blocks: rows and blocks left.
-      claimed_by: adapters common to all claimants, the only ones that others may pin; None if nobody claims slots.
+      claimed_by: adapters common to all claimants, which others may pin too; None if nobody claims anything.
+      num_slots_claimed: slots that claimants lack and that are there.
+      are_all_slots_claimed: a claimant lacks more than are there.
+      pinned_by_claims: adapters of claimants that are in slots, a pin for each claimant.
     """
 
     num_rows: int
     num_blocks: int
     claimed_by: frozenset[str] | None = None
+    num_slots_claimed: int = 0
+    are_all_slots_claimed: bool = False
+    pinned_by_claims: list[str] = dataclasses.field(default_factory=list)
 
     def take(self, num_blocks: int) -> None:
         self.num_rows -= 1
         self.num_blocks -= num_blocks
 
-    def claim_slots(self, adapters: Iterable[str]) -> None:
+    def claim_slots(self, adapters: Iterable[str], num_missing: int, num_left: int) -> None:
+        """Claims the slots that adapters lack, of those that nobody pins."""
         adapters = frozenset(adapters)
         self.claimed_by = adapters if self.claimed_by is None else self.claimed_by & adapters
+        if self.num_slots_claimed + num_missing <= num_left:
+            self.num_slots_claimed += num_missing
+        else:
+            self.are_all_slots_claimed = True
 
 
 class _Fitting:
     """Which waiting requests can be admitted, as `Scheduler._shared_if_it_fits` says it of one that shares no blocks.
 
-    In the course of a step, rows, blocks, budget and unpinned slots only decrease and claims only grow: who does not
-    fit now does not fit later in the step. Adapters pinned by an admission save the same slots for those who use them
-    as they take from all.
+    In the course of a step, rows, blocks, budget, unpinned slots and what may be written only decrease and claims only
+    grow: who does not fit now does not fit later in the step, but for who needs no more to be written, as another has
+    had its adapters written. Adapters pinned by an admission save the same slots for those who use them as they take
+    from all.
     """
 
     def __init__(
@@ -630,7 +664,8 @@ class _Fitting:
         self._staging = staging
         self._at_hand: set[str] = set()  # adapters in slots or staged
         self._not_at_hand = waiting.count_adapters_outside(self._at_hand)
-        self._slots_to_pin: CountOutside | None = None  # counted when first asked for
+        self._slots_to_pin: CountOutside | None = None  # counted when first asked for, as is the next
+        self._slots_to_write: CountOutside | None = None
         self._most_slots_to_pin = 0
         self._most_slots: int | None = None  # of any request
 
@@ -646,10 +681,17 @@ class _Fitting:
             fits &= self._slots_to_pin.values() <= num_slots
         if self._staging is not None:
             fits &= self._is_at_hand(self._staging)
+        if (num_writes_left := self._draft.num_writes_left) is not None:
+            if self._slots_to_write is None:
+                self._slots_to_write = waiting.count_slots_outside(slot_cache.resident)
+            num_slots_to_write = self._slots_to_write.values()
+            fits &= (num_slots_to_write == 0) | (num_slots_to_write <= num_writes_left)
         if room.claimed_by is None:
             return fits
-        fits &= waiting.count_adapters_outside(room.claimed_by).values() == 0
-        return fits & (waiting.num_tokens <= self._draft.budget)
+        has_slots = waiting.count_adapters_outside(room.claimed_by).values() == 0
+        if not room.are_all_slots_claimed:
+            has_slots |= self._slots_to_pin.values() <= num_slots - room.num_slots_claimed
+        return fits & has_slots & (waiting.num_tokens <= self._draft.budget)
 
     def _is_at_hand(self, staging: Staging) -> Bool[np.ndarray, " num_waiting"]:
         """[num_waiting] True also for those too large to be staged at once, of which something can be placed."""

@@ -71,15 +71,16 @@ class SlotCache:
         """True if a running request uses the adapter."""
         return adapter_id in self._num_pins
 
-    def can_hold(self, num_slots_needed: Mapping[str, int]) -> bool:
+    def can_hold(self, num_slots_needed: Mapping[str, int], *, num_kept: int = 0) -> bool:
         """True if all these adapters can be resident at once without evicting a pinned one.
 
         Args:
           num_slots_needed: slots of each adapter that a request uses.
+          num_kept: slots that are to be left, free or evictable.
         """
         missing = sum(needed for adapter_id, needed in num_slots_needed.items() if adapter_id not in self._slots)
-        kept = sum(len(self._slots[adapter_id]) for adapter_id in num_slots_needed if adapter_id in self._unpinned)
-        return missing <= self.num_free + self.num_evictable_slots - kept
+        own = sum(len(self._slots[adapter_id]) for adapter_id in num_slots_needed if adapter_id in self._unpinned)
+        return missing <= self.num_free + self.num_evictable_slots - own - num_kept
 
     def plan_load(self, adapter_id: str, num_slots_needed: int) -> Load | None:
         """Gives slots to an adapter that has none, evicting unpinned adapters, longest unused first.

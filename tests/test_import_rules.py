@@ -52,7 +52,7 @@ class Rule:
 
 
 # The fronts of the project, which put everything together; nothing below them may know them.
-_FRONTS = ("dymerge_jax.serve", "dymerge_jax.library", "dymerge_jax.train")
+_FRONTS = ("dymerge_jax.serve", "dymerge_jax.library", "dymerge_jax.compose", "dymerge_jax.train")
 
 RULES = (
     Rule("pallas_kernels", ("pallas_kernels",)),
@@ -60,10 +60,11 @@ RULES = (
     Rule(
         "dymerge_jax.library",
         ("pallas_kernels", "dymerge_jax", "checkpoints"),
-        but_not=("dymerge_jax.serve", "dymerge_jax.train"),
+        but_not=("dymerge_jax.serve", "dymerge_jax.compose", "dymerge_jax.train"),
     ),
-    Rule("dymerge_jax.train", ("pallas_kernels", "dymerge_jax", "checkpoints"), but_not=_FRONTS[:2]),
     Rule("dymerge_jax.serve", ("dymerge_jax", "checkpoints", "serving"), but_not=_FRONTS[1:]),
+    Rule("dymerge_jax.compose", ("dymerge_jax", "checkpoints"), but_not=("dymerge_jax.serve", "dymerge_jax.train")),
+    Rule("dymerge_jax.train", ("pallas_kernels", "dymerge_jax", "checkpoints"), but_not=_FRONTS[:3]),
     Rule(
         "checkpoints",
         ("checkpoints", *(f"dymerge_jax.{name}" for name in ("config", "model", "lora", "gating", "demo"))),
@@ -154,6 +155,7 @@ def test_no_test_folder_is_named_like_a_package() -> None:
         ("dymerge_jax/step.py", "from .library import load", "dymerge_jax.library.load"),
         ("checkpoints/formats.py", "from dymerge_jax.step import run", "dymerge_jax.step.run"),
         ("serving/engine.py", "from dymerge_jax import serve", "dymerge_jax.serve"),
+        ("dymerge_jax/library.py", "from dymerge_jax.compose import merge", "dymerge_jax.compose.merge"),
         ("serving/engine.py", "import serving.bench.client", "serving.bench.client"),
     ],
 )

@@ -64,7 +64,7 @@ def test_the_command_for_a_gpu_has_flags_and_an_extra_that_exist() -> None:
     options = make_parser().parse_args(shlex.split(block.removeprefix(GPU_SERVE)))
     assert options.adapters == ["adapters/", "legal=lora-v7"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert {"cuda12", "cuda13", "demo", "test", "bench", "dev"} == set(project["optional-dependencies"])
+    assert {"cuda12", "cuda13", "demo", "test", "compose", "bench", "dev"} == set(project["optional-dependencies"])
 
 
 def test_every_flag_that_readme_names_exists() -> None:

@@ -14,10 +14,10 @@ import jax
 
 from checkpoints.errors import CheckpointError
 from checkpoints.formats import load_model
-from checkpoints.gated_set_writer import write_gated_set
+from checkpoints.gated_set import save_gated_set
 from checkpoints.loaded_model import LoadedModel, ModelDtype
 from checkpoints.peft_adapter import adapter_sources, load_adapter
-from checkpoints.peft_writer import write_peft_adapter
+from checkpoints.trained_adapter import write_trained_adapter
 from dymerge_jax.config import LlamaConfig
 from dymerge_jax.gating import GatedSetWeights, Granularity
 from dymerge_jax.model import model_from_params
@@ -237,7 +237,9 @@ def train_adapter(adapter_job: AdapterJob, on_step: OnStep | None = None) -> lis
 
     def write(folder: Path, trained: Any) -> None:
         adapter = adapter_weights(trained, scale=scale)
-        write_peft_adapter(folder, adapter, alpha=adapter_job.alpha, base_model=job.model, dtype=adapter_job.save_dtype)
+        write_trained_adapter(
+            folder, adapter, alpha=adapter_job.alpha, base_model=job.model, dtype=adapter_job.save_dtype
+        )
 
     return _run(job, inputs, plan, settings, loss, factors, placed, write, on_step)
 
@@ -267,8 +269,9 @@ def train_gate(gate_job: GateJob, on_step: OnStep | None = None) -> list[StepRec
 
     def write(folder: Path, trained: Any) -> None:
         # From where the folder will be: it is written elsewhere and renamed.
-        paths = tuple(os.path.relpath(e.folder.resolve(), job.out.resolve()) for e in gate_job.experts)
-        write_gated_set(folder, dataclasses.replace(gated_set(trained, described), experts=paths))
+        paths = [os.path.relpath(e.folder.resolve(), job.out.resolve()) for e in gate_job.experts]
+        made = gated_set(trained, described)
+        save_gated_set(folder, paths, made.gates, top_k=made.top_k, renormalize=made.renormalize)
 
     return _run(job, inputs, plan, settings, loss, gates, placed, write, on_step)
 

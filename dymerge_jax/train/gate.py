@@ -1,5 +1,6 @@
 """A gate that is trained over frozen adapters: its float32 matrices, its place in the gate array, and the loss."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax.numpy as jnp
@@ -84,15 +85,7 @@ def gate_array(config: LlamaConfig, gates: GateMatrices, placed: GateArray) -> G
             name: jnp.stack([gates[p] for p in group.projections], axis=1)[:, None]
             for name, group in config.groups.items()
         }
-    return GateArray(
-        layer=layer,
-        projection=projection,
-        num_experts=placed.num_experts,
-        top_k=placed.top_k,
-        renormalize=placed.renormalize,
-        is_per_projection=placed.is_per_projection,
-        expert_of_slot=placed.expert_of_slot,
-    )
+    return dataclasses.replace(placed, layer=layer, projection=projection)
 
 
 def gate_loss(

@@ -249,27 +249,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     timings: list[Timing] = []
     layers: list[LayerTiming] = []
     refusals: dict[str, str] = {}
+    header = {
+        "command": " ".join(["python -m pallas_kernels.maf_mvm.bench", *(sys.argv[1:] if argv is None else argv)]),
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "copy_gb_per_s": bandwidth / 1e9,
+        "empty_call_us": empty_us,
+        "arguments": {key: value for key, value in vars(args).items() if key != "out"},
+    }
     for mixes, rank in itertools.product(args.mixes, args.rank):
-        found = [t for group in args.group for t in _bench_group(args, mixes, rank, group, bandwidth, refusals)]
+        found = []
+        for group in args.group:
+            start_s = time.perf_counter()
+            found += _bench_group(args, mixes, rank, group, bandwidth, refusals)
+            print(f"{mixes}, rank {rank}, {group}: {time.perf_counter() - start_s:.0f} s", file=sys.stderr, flush=True)
         for batch in args.batch:
             layers.append(_sum_groups([t for t in found if t.batch == batch], len(args.group)))
             print(_line(args, layers[-1]), flush=True)
         timings += found
+        if args.out:  # after every rank: what was measured is kept, whatever ends the run
+            report = header | {
+                "refusals": refusals,
+                "layers": [dataclasses.asdict(layer) for layer in layers],
+                "groups": [dataclasses.asdict(timing) for timing in timings],
+            }
+            Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
     for column, reason in refusals.items():
         print(f"{column}: {reason}")
-    if args.out:
-        report = {
-            "command": " ".join(["python -m pallas_kernels.maf_mvm.bench", *(sys.argv[1:] if argv is None else argv)]),
-            "device": device.device_kind,
-            "jax": jax.__version__,
-            "copy_gb_per_s": bandwidth / 1e9,
-            "empty_call_us": empty_us,
-            "arguments": {key: value for key, value in vars(args).items() if key != "out"},
-            "refusals": refusals,
-            "layers": [dataclasses.asdict(layer) for layer in layers],
-            "groups": [dataclasses.asdict(timing) for timing in timings],
-        }
-        Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
     check_errors(timings, args.dtype)
 
 
@@ -297,7 +303,8 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=10)
     add("--call-us", type=float, default=200 if is_cpu else 4000, help="length of a timed call, about")
     add("--cold-bytes", type=int, default=2**16 if is_cpu else 2**27, help="bytes of adapters that no cache holds")
-    add("--jobs", type=int, default=os.cpu_count(), help="programs that are compiled at a time")
+    # More at once disturb each other: for a GPU, XLA times kernels for matrix products on the device as it compiles.
+    add("--jobs", type=int, default=os.cpu_count() if is_cpu else 4, help="programs that are compiled at a time")
     add("--out", default=None, help="write the results to this JSON file")
     args = parser.parse_args(argv)
     if args.mix_size > args.adapters:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -175,23 +176,33 @@ async def churn(client: HttpClient, counts: DisturbanceCounts, *, folder: str, a
     """Loads an adapter, sends it a request and unloads it while that runs, over and over."""
     headers = {} if admin_api_key is None else {"Authorization": f"Bearer {admin_api_key}"}
     name = "soak-churn"
-    request = {"model": name, "prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True}
+    request = {"model": name, "prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True, "stream": True}
 
-    async def post(route: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> bool:
+    async def post(
+        route: str,
+        body: dict[str, Any],
+        headers: dict[str, str] | None = None,
+        meanwhile: Callable[[], Awaitable[object]] | None = None,
+    ) -> bool:
+        """True if all is well; `meanwhile` is done between the head of the answer and the rest."""
         try:
-            response = await client.http.post(route, json=body, headers=headers)
+            async with client.http.stream("POST", route, json=body, headers=headers) as response:
+                if meanwhile is not None:
+                    await meanwhile()
+                text = (await response.aread()).decode()
         except httpx.HTTPError as error:
             counts.fail(f"{route} gave {error!r} for {body}")
             return False
-        if response.status_code != 200:
-            counts.fail(f"{route} gave HTTP {response.status_code} for {body}: {response.text[:300]}")
-        return response.status_code == 200
+        is_right = response.status_code == 200 and '"error"' not in text
+        if not is_right:
+            counts.fail(f"{route} gave HTTP {response.status_code} for {body}: {text[:300]}")
+        return is_right
+
+    def unload() -> Awaitable[bool]:
+        return post("/v1/unload_lora_adapter", {"lora_name": name}, headers)
 
     while True:
         if await post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, headers):
-            answer = asyncio.create_task(post("/v1/completions", request))
-            await asyncio.sleep(0.02)  # so that it is taken in before the adapter goes
-            await post("/v1/unload_lora_adapter", {"lora_name": name}, headers)
-            await answer
+            await post("/v1/completions", request, meanwhile=unload)  # it begins to answer once the engine has it
             counts.num_churns += 1
         await asyncio.sleep(0.5)

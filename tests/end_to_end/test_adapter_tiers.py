@@ -91,6 +91,12 @@ def answer(engine: Engine, mix: Mapping[str, float], **sampling: Any) -> list[in
     return token_ids(run_to_end(engine)["alone"])
 
 
+def shown(engine: Engine, *gauges: str) -> list[float]:
+    """What /metrics says."""
+    lines = dict(line.rsplit(" ", 1) for line in engine.metrics.render().decode().splitlines() if line[0] != "#")
+    return [float(lines[f"dymerge_{gauge}"]) for gauge in gauges]
+
+
 def test_an_adapter_is_known_by_name_and_content_and_its_tier_is_told(split, folders) -> None:
     engine = make_engine(split, host_slots=4)
     adapter = engine.read_adapter("a@v1", folders["a"])
@@ -215,11 +221,13 @@ def test_e1_a_removed_adapter_frees_slots_and_host_and_comes_back_as_one_copy(sp
     engine.remove_adapter(ids["b"])
     engine.check_integrity()
     assert (engine.store.host.num_bytes, engine.slot_cache.num_free) == (bytes_of(split, 2), 2)
+    assert shown(engine, "adapters_resident", "adapter_host_bytes") == [1, bytes_of(split, 2)]  # though no step came
     for remove in (ids["b"], "never@seen"):
         with pytest.raises(UnknownModelError):
             engine.remove_adapter(remove)
     assert add(engine, "b", folders["b"]) == ids["b"]
     assert engine.store.host.num_bytes == bytes_of(split, 4)
+    assert shown(engine, "adapters_resident", "adapter_host_bytes") == [1, bytes_of(split, 4)]
     assert answer(engine, {ids["b"]: 1.0}) == wanted["b"]
 
 
@@ -234,6 +242,17 @@ def test_an_adapter_added_again_while_its_last_requests_run_is_the_same_copy(spl
     assert token_ids(run_to_end(engine)["r"])[-5:] == wanted[-5:]
     assert engine.adapter_status(adapter_id) == "slots"
     assert engine.store.host.num_bytes == bytes_of(split, 2)
+
+
+def test_g2_an_adapter_made_in_memory_that_gets_the_name_of_another_shares_none_of_its_blocks(split) -> None:
+    engine = make_engine(split)
+    for seed in range(2):
+        adapter = engine.store.from_memory("m", random_adapter(split.config, rank=4, seed=seed))
+        assert engine.add_adapter(adapter) == "m"
+        engine.add_request(request := request_of("r", {"m": 1.0}))
+        run_to_end(engine)
+        assert request.num_cached_tokens == 0
+        engine.remove_adapter("m")
 
 
 def test_an_expert_of_a_gated_set_stays(split, folders) -> None:

@@ -231,6 +231,7 @@ def test_k1_slots_that_nobody_uses_leave_the_base_alone_bit_for_bit(
     split: SplitModel, adapters: dict[str, AdapterWeights], engine: Engine
 ) -> None:
     def base(engine: Engine) -> list[object]:
+        engine.forget_prefixes()  # another cut of a prompt rounds its last bits otherwise
         for i, prompt in enumerate((PROMPT, PROMPT[:1], [(3 * i) % 257 for i in range(20)])):
             engine.add_request(make_request(engine, f"r{i}", prompt, BASE, logprobs=20))
         outputs = run_to_end(engine)

@@ -1,6 +1,7 @@
 """The loader alone, and beside a scheduler under shortage of everything: slots, staging, host memory, luck."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from checkpoints.peft_adapter import AdapterLayout
 from dymerge_jax.config import named_config
 from dymerge_jax.lora import AdapterWeights, ProjectionWeights, content_bytes
 from serving.adapter_loader import AdapterLoader
@@ -15,7 +17,7 @@ from serving.adapter_store import AdapterContents, AdapterStore, StoredAdapter
 from serving.plan import StepPlan
 from serving.policies import Fifo, Lag, LeastFirst, Random
 from serving.request import FinishReason, Phase, Request
-from tests.support.host import FakeEngine, check_finished, make_request, make_scheduler
+from tests.support.host import FakeEngine, admit, check_finished, make_request, make_scheduler
 from tests.support.manual_executor import ManualExecutor
 
 CONFIG = named_config("tiny")
@@ -113,6 +115,22 @@ def test_a_dropped_adapter_leaves_nothing_behind_and_can_be_wanted_again_at_any_
     assert loader.staged_bytes == 0
     jobs.settle(["a"])
     assert set(loader.staged) == {"a"}
+
+
+def test_a_failure_of_the_folder_of_before_is_none_of_an_adapter_added_anew() -> None:
+    store = make_store(host_slots=1, slots={"other": 1})
+    jobs = Jobs(store, staging_slots=4)
+    weights = store.known("other").weights
+    assert weights is not None
+    layout = AdapterLayout("hash", {})
+    adapter_id = store.add(StoredAdapter("a", Path("before"), weights, layout=layout))
+    jobs.loader.update([adapter_id])
+    store.add(StoredAdapter("a", Path("now"), weights, layout=layout))
+    jobs.reads.run(error=OSError("gone"))
+    assert jobs.loader.collect() == {}
+    jobs.loader.update([adapter_id])
+    jobs.reads.run(error=OSError("gone, too"))
+    assert jobs.loader.collect() == {adapter_id: "adapter 'a' could not be read: gone, too"}
 
 
 def test_a_failure_is_told_once_and_the_adapter_can_be_tried_again() -> None:
@@ -269,9 +287,37 @@ def test_requests_whose_adapters_are_not_at_hand_do_not_hold_up_others() -> None
     assert admitted_with("a", requests) == ["r2", "r3"]
 
 
-def test_one_that_is_overdue_and_not_at_hand_claims_its_room() -> None:
-    requests = [make_request("r0", "a"), make_request("r1", "b"), make_request("r2", arrival_s=1.0)]
-    assert admitted_with("b", requests, now_s=1.0) == ["r2"]
+def test_one_that_is_overdue_and_not_at_hand_claims_its_room_and_not_more() -> None:
+    requests = [make_request("r0", "a"), make_request("r1", "b"), make_request("r2", "c"), make_request("r3")]
+    assert admitted_with("bc", requests, now_s=1.0, num_slots=1) == ["r3"]
+    requests = [make_request("r0", "a"), make_request("r1", "b"), make_request("r2", "c"), make_request("r3")]
+    assert admitted_with("bc", requests, now_s=1.0, num_slots=2) == ["r1", "r3"]
+
+
+@pytest.mark.parametrize("num_slots", [3, 4])
+def test_who_passes_an_overdue_request_does_not_evict_its_adapters(num_slots: int) -> None:
+    """It waits for an adapter that is not at hand, and of three slots for one that is pinned, too."""
+    scheduler = make_scheduler(num_slots=num_slots, staging=Staging("abxy", 8))
+    for name in "ayx":  # of which a has been unused for longest
+        scheduler.add(make_request(name, name, max_tokens=20))
+        scheduler.on_dispatched(scheduler.plan(0.0))
+    scheduler.abort("a")
+    scheduler.abort("y")
+    scheduler.add(make_request("overdue", "a", "b", "c"))
+    scheduler.add(make_request("passes", "b", arrival_s=0.1))
+    assert admit(scheduler, now_s=1.0) == ["passes"]
+    assert scheduler.slot_cache.resident == {"a", "b", "x"} | ({"y"} if num_slots == 4 else set())
+    scheduler.check_integrity()
+
+
+def test_who_needs_nothing_written_does_not_wait_for_one_that_does_not_fit_into_the_step() -> None:
+    scheduler = make_scheduler(num_slots=8, max_num_seqs=8, staging=Staging("abcd", 8), max_slot_writes=2)
+    scheduler.add(make_request("running", "d", max_tokens=20))
+    scheduler.on_dispatched(scheduler.plan(0.0))
+    for i, adapters in enumerate(["ab", "c", "", "d", "a"]):
+        scheduler.add(make_request(f"r{i}", *adapters))
+    assert admit(scheduler, now_s=1.0) == ["r0", "r2", "r3", "r4"]
+    scheduler.check_integrity()
 
 
 def test_slots_written_beside_running_requests_are_bounded_but_never_below_one_request() -> None:

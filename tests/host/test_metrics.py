@@ -81,6 +81,20 @@ def test_adapters_beyond_the_limit_share_one_label():
         assert by_label == {"a": 3, "b": 1, OTHER_ADAPTERS: 2}
 
 
+def test_m4_an_adapter_named_as_the_others_are_counts_among_them_and_leaves_them_alone():
+    metrics = Metrics(max_adapter_labels=2)
+    names = ["a", "a", OTHER_ADAPTERS, OTHER_ADAPTERS, "b", "c"]
+    requests = [make_request(f"r{i}", name) for i, name in enumerate(names)]
+    for request in requests:
+        metrics.observe_arrival(request)
+    metrics.forget_adapter(OTHER_ADAPTERS)
+    metrics.watch_queues(tally_of(*requests), tally_of())
+    assert metrics.render().count(b'dymerge_adapter_requests_running{adapter="(other)"}') == 1
+    values = samples(metrics)
+    for name in ("total", "running"):
+        assert values[f"dymerge_adapter_requests_{name}", OTHER_ADAPTERS] == 3
+
+
 def test_ttft_and_tpot_are_measured_from_arrival_and_from_the_first_token():
     metrics = Metrics()
     request = make_request("r", arrival_s=10.0, max_tokens=5)

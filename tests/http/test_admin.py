@@ -412,4 +412,4 @@ def test_a_mix_is_replaced_only_where_that_is_asked_for(client: httpx.Client) ->
     assert complete(client, model="m") == complete(client, adapter_mix={"a": 3})
     refused = client.post("/v1/completions", json=GREEDY | {"model": "m", "adapter_mix": {"b": 1}})
     assert error(refused, 400)["param"] == "adapter_mix"
-    assert error(load(client, "m", "one"), 400)["message"].startswith("the name 'm' is that of a mix")
+    assert error(load(client, "m", "one"), 400)["message"].startswith("the name 'm' is taken (mix)")

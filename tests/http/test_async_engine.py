@@ -131,6 +131,34 @@ def test_a_call_runs_on_the_engines_thread_between_steps_and_passes_on_what_it_g
     asyncio.run(run())
 
 
+def test_an_abort_that_fails_takes_no_later_command_with_it(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abort = engine.abort
+
+    def fail_once(request_id: str) -> None:
+        monkeypatch.setattr(engine, "abort", abort)
+        raise AssertionError("a mistake of ours")
+
+    monkeypatch.setattr(engine, "abort", fail_once)
+
+    async def run() -> None:
+        async_engine = AsyncEngine(engine)
+        async_engine.start()
+        generation = await async_engine.submit([request("gone", max_tokens=1000)])
+        blocked = asyncio.create_task(async_engine.call(time.sleep, 0.05))
+        await asyncio.sleep(0.01)
+        generation.close()  # reaches the engine's thread together with the next request
+        async with asyncio.timeout(5):
+            outputs = [output async for output in async_engine.generate(request("later"))]
+        await blocked
+        assert [o.finish_reason for o in outputs] == [None] * 4 + [FinishReason.LENGTH]
+        assert (async_engine.num_requests, async_engine.queue_bound.num_waiting) == (0, 0)
+        assert async_engine.stop()
+
+    asyncio.run(run())
+
+
 def test_a_call_that_waits_when_the_thread_ends_is_refused(engine: FakeEngine) -> None:
     async def run() -> None:
         async_engine = AsyncEngine(engine)

@@ -4,18 +4,24 @@ import asyncio
 import contextlib
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from serving.adapter_ids import adapter_name
 from serving.bench import load
 from serving.bench.clients import Clock, replay
-from serving.bench.http_client import MALFORMED, HttpClient
+from serving.bench.http_client import MALFORMED, HttpClient, churn
 from serving.bench.records import Record
+from serving.bench.soak import DisturbanceCounts
 from serving.bench.workloads import TraceRequest, prompt_token_ids
-from tests.http.conftest import VOCAB, wait_until
+from serving.mixes import ModelRegistry
+from serving.prompts import PromptEncoder
+from serving.server import ServerConfig
+from tests.http.conftest import VOCAB, serving, wait_until
 from tests.http.fake_engine import FakeEngine
 
 
@@ -51,6 +57,39 @@ def test_what_the_server_refuses_is_in_the_record(url: str):
     assert record.error is not None
     assert record.error.startswith("HTTP 400")
     assert not record.is_done
+
+
+def test_the_churn_of_a_soak_unloads_an_adapter_once_its_request_has_been_taken_however_long_that_takes(
+    engine: FakeEngine,
+    registry: ModelRegistry,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    (tmp_path / "weights").write_text("1")
+    engine.step_s = 0.02
+    check = PromptEncoder.check_token_ids
+
+    def check_slowly(self: PromptEncoder, token_ids: Sequence[int], param: str) -> None:
+        time.sleep(0.1)
+        check(self, token_ids, param)
+
+    monkeypatch.setattr(PromptEncoder, "check_token_ids", check_slowly)
+    counts = DisturbanceCounts()
+
+    async def run(url: str) -> None:
+        async with contextlib.aclosing(HttpClient(url, vocab=VOCAB)) as client:
+            task = asyncio.create_task(churn(client, counts, folder=str(tmp_path), admin_api_key=None))
+            async with asyncio.timeout(5):
+                while not counts.num_churns:
+                    await asyncio.sleep(0.01)
+            task.cancel()
+
+    with serving(engine, registry, tokenizer, ServerConfig(port=0, drain_s=0.2, adapter_roots=(str(tmp_path),))) as url:
+        asyncio.run(run(url))
+    assert counts.failures == []
+    assert [adapter_name(key) for request in engine.added for key in request.adapters] == ["soak-churn"]
+    assert engine.adapters == {}
 
 
 def test_a_client_that_vanishes_ends_its_request(url: str, engine: FakeEngine):

@@ -66,3 +66,17 @@ def test_pairs_announced_by_is_used_get_a_segment_before_they_have_a_weight() ->
 def test_a_tile_without_pairs_has_no_segment() -> None:
     segments = build_segments(jnp.zeros((40, 1, 3)).at[39, 0, 2].set(1), tile_size=16)
     assert slots_of_tiles(segments) == [[], [], [2]]
+
+
+def test_compacting_leaves_out_slots_that_add_nothing_to_a_tile(rng: np.random.Generator) -> None:
+    used = np.ones((40, 5), bool)
+    segments = build_segments(jnp.zeros((40, 1, 5)), tile_size=16, is_used=jnp.asarray(used))
+    assert slots_of_tiles(segments) == [[0, 1, 2, 3, 4]] * 3
+    weights = np.zeros((40, 2, 5), np.float32)
+    weights[3, 0, 4] = weights[15, 1, 1] = weights[20, 0, 2] = weights[21, 1, 3] = -0.5
+    weights[39, 1, 0] = 1e-30
+    scale = np.ones((5, 2), np.float32)
+    scale[3, 1] = 0  # the adapter in slot 3 leaves the second projection alone
+    compacted = segments.with_weights(jnp.asarray(weights)).compacted(jnp.asarray(scale))
+    assert slots_of_tiles(compacted) == [[1, 4], [2], [0]]
+    np.testing.assert_array_equal(np.asarray(compacted.weights), weights)

@@ -42,6 +42,26 @@ def test_optional_fields_have_defaults(tmp_path: Path) -> None:
     assert (loaded.name, loaded.granularity, loaded.top_k, loaded.renormalize) == ("moe", "layer", None, False)
 
 
+def test_gates_may_be_absolute_of_some_projections_and_divided_by_a_temperature(tmp_path: Path) -> None:
+    path = write_gated_set(tmp_path / "moe", TINY, ["a", "b"], granularity="projection")
+    stored = {key: gate for key, gate in load_file(path / "gate.safetensors").items() if ".up_proj." in key}
+    save_file(stored, path / "gate.safetensors")
+    fields = {"granularity": "projection", "projections": ["up_proj"], "absolute": True, "temperature": 4}
+    write_json(path / "gated_set.json", {"experts": ["a", "b"]} | fields)
+    loaded = load_gated_set(path, TINY)
+    assert (loaded.is_absolute, loaded.gated_projections) == (True, {"up_proj"})
+    np.testing.assert_array_equal(loaded.gates[1, "up_proj"], stored["layers.1.up_proj.gate.weight"] / 4)
+
+
+def test_a_gate_that_a_small_temperature_makes_infinite_is_refused(tmp_path: Path) -> None:
+    path = write_gated_set(tmp_path / "moe", TINY, ["a", "b"])
+    large = {key: np.full_like(gate, 1e35) for key, gate in load_file(path / "gate.safetensors").items()}
+    save_file(large, path / "gate.safetensors")
+    write_json(path / "gated_set.json", {"experts": ["a", "b"], "temperature": 1e-5})
+    with pytest.raises(CheckpointError, match="NaN or infinite weights"):
+        load_gated_set(path, TINY)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gates_become_float32(tmp_path: Path, dtype: str) -> None:
     path = write_gated_set(tmp_path, TINY, ["a", "b"])
@@ -120,6 +140,14 @@ def write_fields(tmp_path: Path) -> Callable[..., Path]:
         ({"top_k": True}, "top_k is True"),
         ({"renormalize": 1}, "renormalize is 1"),
         ({"name": ""}, "name is ''"),
+        ({"absolute": "yes"}, "absolute is 'yes'"),
+        ({"temperature": 0}, "temperature is 0; a number from 1e-6 to 1e6"),
+        ({"temperature": True}, "temperature is True"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"granularity": "projection", "projections": []}, r"projections is \[\]; a list of some of q_proj"),
+        ({"granularity": "projection", "projections": ["q_proj", "q_proj"]}, "each once"),
+        ({"granularity": "projection", "projections": ["lm_head"]}, "projections is "),
+        ({"projections": ["q_proj"]}, "projections is given with granularity 'layer'"),
         ({"topk": 1}, "unknown fields: topk; known are name, experts, granularity, top_k, renormalize"),
     ],
 )

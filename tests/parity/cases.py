@@ -58,7 +58,7 @@ TINY_MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class TinyAdapter:
-    """A random adapter; fields as in PEFT's adapter_config.json."""
+    """A random adapter; fields as in PEFT's adapter_config.json, and `decay`: each rank row is smaller by it."""
 
     rank: int
     alpha: int
@@ -67,6 +67,7 @@ class TinyAdapter:
     use_rslora: bool = False
     rank_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
     alpha_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
+    decay: float = 1.0
 
 
 SHAPES = {
@@ -92,6 +93,16 @@ TINY_ADAPTERS = {
         alpha_pattern={"layers.0.self_attn.v_proj": 40, "up_proj": 8},
     ),
 }
+
+# PEFT's Arrow wants equal ranks and projections. Its 15 power iterations find a prototype to float32's precision only
+# where one singular value is well above the others.
+ARROW_ADAPTERS = {
+    f"arrow{i}": TinyAdapter(
+        rank=4, alpha=alpha, modules=("q_proj", "o_proj", "up_proj", "down_proj"), seed=20 + i, decay=0.4
+    )
+    for i, alpha in enumerate((8, 16, 12, 6))
+}
+ARROW_MODEL, ARROW_TOP_K, ARROW_TEMPERATURE = "untied", 2, 0.7
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 ROPES: dict[str, dict[str, Any]] = {
@@ -120,6 +131,48 @@ def tiny_prompts(model: TinyModel) -> list[list[int]]:
     """Random prompts of 1, 7 and 40 tokens."""
     rng = np.random.default_rng(model.seed)
     return [rng.integers(0, model.vocab, length).tolist() for length in (1, 7, 40)]
+
+
+MERGE_ADAPTERS = {
+    "p": TinyAdapter(rank=4, alpha=8, modules=tuple(SHAPES), seed=21, alpha_pattern={"up_proj": 3}),
+    "q": TinyAdapter(rank=4, alpha=6, modules=("q_proj", "v_proj", "down_proj"), seed=22, use_rslora=True),
+    "r": TinyAdapter(rank=4, alpha=2, modules=tuple(SHAPES), seed=23),
+    "wide": TinyAdapter(rank=7, alpha=7, modules=("q_proj", "up_proj"), seed=24, rank_pattern={"up_proj": 3}),
+}
+"""What is merged: equal ranks but for "wide", and projections that some do not have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeCase:
+    """A merge; fields as in PEFT's add_weighted_adapter.
+
+    Attributes:
+      method: combination_type.
+      weights: by adapter, in order.
+      settings: further arguments.
+    """
+
+    method: str
+    weights: dict[str, float]
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_THREE = {"p": 0.8, "q": -0.6, "r": 1.7}
+MERGE_CASES = {
+    "cat": MergeCase("cat", {"p": 0.8, "q": -0.6, "wide": 0.3}),
+    "svd": MergeCase("svd", {"p": 0.8, "q": -0.6, "wide": 0.3}),
+    "svd_rank_3": MergeCase("svd", _THREE, {"svd_rank": 3}),
+    "linear": MergeCase("linear", _THREE),
+    "linear_one": MergeCase("linear", {"p": -0.6}),
+    "ties": MergeCase("ties", _THREE, {"density": 0.3}),
+    "ties_frequency": MergeCase("ties", _THREE, {"density": 0.6, "majority_sign_method": "frequency"}),
+    "ties_whole": MergeCase("ties", _THREE, {"density": 1.0}),
+    "magnitude_prune": MergeCase("magnitude_prune", _THREE, {"density": 0.45}),
+    # PEFT's result has the scaling sqrt(rank) here, since its first adapter has rslora.
+    "rslora_first": MergeCase("cat", {"q": 0.5, "p": 1.0}),
+}
+MERGE_SITES = {(0, "q_proj"): 8, (1, "up_proj"): 16, (1, "down_proj"): 8}
+"""The projections whose product B A the goldens hold, and the step in which their rows are taken."""
 
 
 DEMO_PROMPTS = {
@@ -194,6 +247,16 @@ def write_tiny_adapters(path: Path) -> list[Path]:
     return [_write_tiny_adapter(path / name, adapter) for name, adapter in TINY_ADAPTERS.items()]
 
 
+def write_arrow_adapters(path: Path) -> list[Path]:
+    """Writes every adapter of `ARROW_ADAPTERS` as a PEFT directory below `path`."""
+    return [_write_tiny_adapter(path / name, adapter) for name, adapter in ARROW_ADAPTERS.items()]
+
+
+def write_merge_adapters(path: Path) -> dict[str, Path]:
+    """Writes every adapter of `MERGE_ADAPTERS` as a PEFT directory below `path`; their folders by name."""
+    return {name: _write_tiny_adapter(path / name, adapter) for name, adapter in MERGE_ADAPTERS.items()}
+
+
 def _write_tiny_adapter(path: Path, adapter: TinyAdapter) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(adapter.seed)
@@ -203,7 +266,9 @@ def _write_tiny_adapter(path: Path, adapter: TinyAdapter) -> Path:
             module = f"model.layers.{layer}.{_block(projection)}.{projection}"
             rank = next((r for key, r in adapter.rank_pattern.items() if module.endswith(f".{key}")), adapter.rank)
             out_features, in_features = SHAPES[projection]
-            tensors[f"base_model.model.{module}.lora_A.weight"] = _normal(rng, (rank, in_features), in_features**-0.5)
+            a = _normal(rng, (rank, in_features), in_features**-0.5)
+            a *= (adapter.decay ** np.arange(rank, dtype=np.float32))[:, None]
+            tensors[f"base_model.model.{module}.lora_A.weight"] = a
             tensors[f"base_model.model.{module}.lora_B.weight"] = _normal(rng, (out_features, rank), 0.5 * rank**-0.5)
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
@@ -221,6 +286,11 @@ def _write_tiny_adapter(path: Path, adapter: TinyAdapter) -> Path:
     }
     (path / "adapter_config.json").write_text(json.dumps(config, indent=2))
     return path
+
+
+def module_path(layer: int, projection: str) -> str:
+    """Path of a projection in the base model."""
+    return f"model.layers.{layer}.{_block(projection)}.{projection}"
 
 
 def _block(projection: str) -> str:

@@ -35,7 +35,7 @@ Golden = dict[str, np.ndarray]
 DEMO_ADAPTERS = Path(__file__).parents[2] / "dymerge_jax" / "demo" / "adapters"
 
 # Float32 sums in another order, on another CPU; the demo model has 30 layers and logits up to 50.
-TOLERANCES = {"tiny": 1e-4, "rope": 1e-7, "demo": 3e-4}
+TOLERANCES = {"tiny": 1e-4, "rope": 1e-7, "merge": 1e-5, "demo": 3e-4}
 
 # Greedy tokens are compared with those of logits that differ by up to 1e-3 each: no argmax may hang on less.
 _LEAST_MARGIN = 2e-3
@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases.GOLDENS.mkdir(exist_ok=True)
     is_equal = True
     makers = {name: functools.partial(tiny_golden, model) for name, model in cases.TINY_MODELS.items()}
-    for name, make in {**makers, "rope": rope_golden, "demo": demo_golden}.items():
+    makers |= {"arrow": arrow_golden, "rope": rope_golden, "merge": merge_golden, "demo": demo_golden}
+    for name, make in makers.items():
         start = time.monotonic()
         golden = make()
         path = cases.GOLDENS / f"{name}.npz"
@@ -81,12 +82,57 @@ def tiny_golden(model: cases.TinyModel) -> Golden:
     return golden
 
 
+def arrow_golden() -> Golden:
+    """Logits at every position and greedy tokens of PEFT's Arrow, for each prompt."""
+    golden: Golden = {}
+    model = cases.TINY_MODELS[cases.ARROW_MODEL]
+    with tempfile.TemporaryDirectory() as folder:
+        cases.write_tiny_model(Path(folder) / "model", model)
+        adapters = cases.write_arrow_adapters(Path(folder) / "adapters")
+        llama = transformers.AutoModelForCausalLM.from_pretrained(
+            Path(folder) / "model", dtype=torch.float32, attn_implementation="eager"
+        )
+        config = peft.tuners.lora.ArrowConfig(
+            top_k=cases.ARROW_TOP_K, router_temperature=cases.ARROW_TEMPERATURE, rng_seed=0
+        )
+        wrapped = peft.tuners.lora.create_arrow_model(llama, [str(path) for path in adapters], config).eval()
+        wrapped.generation_config = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+        for i, prompt in enumerate(cases.tiny_prompts(model)):
+            golden[f"{i}.logits"], golden[f"{i}.tokens"] = _run(wrapped, "arrow_router", prompt)
+    return golden
+
+
 def rope_golden() -> Golden:
     """Rotary frequencies as transformers' own embedding holds them, in radians a token."""
     sizes = {"hidden_size": 256, "num_attention_heads": 2, "max_position_embeddings": 131_072}
     configs = {name: transformers.LlamaConfig(**sizes, **fields) for name, fields in cases.ROPES.items()}
     module = transformers.models.llama.modeling_llama
     return {name: module.LlamaRotaryEmbedding(config).inv_freq.numpy() for name, config in configs.items()}
+
+
+def merge_golden() -> Golden:
+    """Scaling times B A of some projections of each merge, some of the rows."""
+    golden: Golden = {}
+    with tempfile.TemporaryDirectory() as folder:
+        cases.write_tiny_model(Path(folder) / "model", cases.TINY_MODELS["untied"])
+        adapters = cases.write_merge_adapters(Path(folder) / "adapters")
+        llama = transformers.AutoModelForCausalLM.from_pretrained(Path(folder) / "model", dtype=torch.float32)
+        wrapped = None
+        for name, adapter in adapters.items():
+            if wrapped is None:
+                wrapped = peft.PeftModel.from_pretrained(llama, str(adapter), adapter_name=name)
+            else:
+                wrapped.load_adapter(str(adapter), adapter_name=name)
+        assert wrapped is not None
+        for name, case in cases.MERGE_CASES.items():
+            wrapped.add_weighted_adapter(
+                list(case.weights), list(case.weights.values()), name, combination_type=case.method, **case.settings
+            )
+            for (layer, projection), row_step in cases.MERGE_SITES.items():
+                module = wrapped.base_model.model.get_submodule(cases.module_path(layer, projection))
+                delta = module.get_delta_weight(name).detach().numpy()
+                golden[f"{name}.{layer}.{projection}"] = delta[::row_step]
+    return golden
 
 
 def demo_golden() -> Golden:
