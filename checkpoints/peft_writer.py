@@ -1,10 +1,7 @@
 """Writes a LoRA adapter as PEFT does, one projection at a time: the whole adapter is never in memory."""
 
-import contextlib
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +13,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.files import FLOAT_DTYPES
 from checkpoints.peft_adapter import CONFIG_FILE, WEIGHTS_FILE
 from checkpoints.peft_header import BLOCK_OF, Site
+from checkpoints.writing import new_folder
 
 AdapterDtype = Literal["float32", "float16", "bfloat16"]
 
@@ -72,9 +70,7 @@ def write_peft_adapter(
     Raises:
       CheckpointError: If `path` exists, or a weight is not finite in `dtype`.
     """
-    if path.exists():
-        raise CheckpointError(f"{path} exists; give a folder that does not exist yet")
-    with _made_whole(path) as folder:
+    with new_folder(path) as folder:
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tensors = {}
         for site, (out_features, in_features) in shapes.items():
@@ -85,21 +81,6 @@ def write_peft_adapter(
             for (name, shape), array in zip(tensors.items(), _in_order(projections), strict=True):
                 assert array.shape == shape, (name, array.shape, shape)
                 file.write(_stored(name, array, dtype).tobytes())
-
-
-@contextlib.contextmanager
-def _made_whole(path: Path) -> Iterator[Path]:
-    """A folder beside `path` that gets its name at the end, or is removed if something fails."""
-    path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.parent / f".{path.name}.partial-{os.getpid()}"
-    partial.mkdir()
-    try:
-        yield partial
-        partial.rename(path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _key(site: Site, side: Literal["A", "B"]) -> str:

@@ -8,6 +8,7 @@ CMA-ES asks for a whole population of mixes at a time, which the engine evaluate
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -155,7 +156,9 @@ def import_cma() -> Any:
       ImportError: If it is not installed; the message says what to do.
     """
     try:
-        import cma
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Could not import matplotlib")  # for plots, which nobody asked for
+            import cma
     except ImportError as error:
         raise ImportError("the search needs the package cma; run: pip install 'dymerge-jax[compose]'") from error
     return cma
