@@ -15,7 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from dymerge_jax.attention import AttentionContext, attend
+from dymerge_jax.attention import AttentionContext, WholeSequences, attend
 from dymerge_jax.config import LlamaConfig
 from dymerge_jax.gating import GateArray, GatedTokens, gated_columns, layer_weights
 from dymerge_jax.kv_cache import KVCache, LayerKV
@@ -111,7 +111,7 @@ class LlamaLayer(nnx.Module):
         self,
         stream: Stream,
         kv: LayerKV,
-        context: AttentionContext,
+        context: AttentionContext | WholeSequences,
         mix: MixContext,
         implementations: Implementations,
         layer: int | Int[Array, ""],

@@ -52,7 +52,7 @@ class Rule:
 
 
 # The fronts of the project, which put everything together; nothing below them may know them.
-_FRONTS = ("dymerge_jax.serve", "dymerge_jax.library", "dymerge_jax.compose")
+_FRONTS = ("dymerge_jax.serve", "dymerge_jax.library", "dymerge_jax.compose", "dymerge_jax.train")
 
 RULES = (
     Rule("pallas_kernels", ("pallas_kernels",)),
@@ -60,14 +60,11 @@ RULES = (
     Rule(
         "dymerge_jax.library",
         ("pallas_kernels", "dymerge_jax", "checkpoints"),
-        but_not=("dymerge_jax.serve", "dymerge_jax.compose"),
+        but_not=("dymerge_jax.serve", "dymerge_jax.compose", "dymerge_jax.train"),
     ),
-    Rule(
-        "dymerge_jax.serve",
-        ("dymerge_jax", "checkpoints", "serving"),
-        but_not=("dymerge_jax.library", "dymerge_jax.compose"),
-    ),
-    Rule("dymerge_jax.compose", ("dymerge_jax", "checkpoints"), but_not=("dymerge_jax.serve",)),
+    Rule("dymerge_jax.serve", ("dymerge_jax", "checkpoints", "serving"), but_not=_FRONTS[1:]),
+    Rule("dymerge_jax.compose", ("dymerge_jax", "checkpoints"), but_not=("dymerge_jax.serve", "dymerge_jax.train")),
+    Rule("dymerge_jax.train", ("pallas_kernels", "dymerge_jax", "checkpoints"), but_not=_FRONTS[:3]),
     Rule(
         "checkpoints",
         ("checkpoints", *(f"dymerge_jax.{name}" for name in ("config", "model", "lora", "gating", "demo"))),

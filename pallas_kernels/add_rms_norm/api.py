@@ -1,6 +1,7 @@
 """The public op: checks shapes, picks an implementation, calls it."""
 
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -54,12 +55,34 @@ def add_rms_norm(
         case "reference":
             return reference.add_rms_norm(x, delta, weight, eps)
         case "pallas_triton":
-            from pallas_kernels.add_rms_norm import pallas_triton  # the GPU backend is imported where it is used only
-
-            return pallas_triton.add_rms_norm(x, delta, weight, eps)
+            return _kernel(eps, x, delta, weight)
         case unknown:
             raise ValueError(f"implementation {unknown!r} is unknown; expected 'reference' or 'pallas_triton'")
 
 
 def _pick() -> Implementation:
     return "pallas_triton" if jax.default_backend() == "gpu" else "reference"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kernel(
+    eps: float,
+    x: Float[Array, "num_tokens hidden"],
+    delta: Float[Array, "num_partials num_tokens hidden"],
+    weight: Float[Array, " hidden"],
+) -> tuple[Float[Array, "num_tokens hidden"], Float[Array, "num_tokens hidden"]]:
+    """The Triton kernel, with the gradient of the reference."""
+    from pallas_kernels.add_rms_norm import pallas_triton  # the GPU backend is imported where it is used only
+
+    return pallas_triton.add_rms_norm(x, delta, weight, eps)
+
+
+def _forward(eps: float, x: Array, delta: Array, weight: Array) -> tuple[Any, tuple[Array, ...]]:
+    return _kernel(eps, x, delta, weight), (x, delta, weight)
+
+
+def _backward(eps: float, args: tuple[Array, ...], gradients: Any) -> tuple[Array, ...]:
+    return jax.vjp(functools.partial(reference.add_rms_norm, eps=eps), *args)[1](gradients)
+
+
+_kernel.defvjp(_forward, _backward)

@@ -1,12 +1,14 @@
-"""The public op: checks shapes, picks an implementation, calls it."""
+"""The public op: checks shapes, picks an implementation, calls it; differentiable, whichever it picks."""
 
-from typing import Literal, get_args
+import dataclasses
+import functools
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.maf_mvm import dense, loop, reference
+from pallas_kernels.maf_mvm import dense, gradient, loop, reference
 from pallas_kernels.maf_mvm.checks import static_validate
 from pallas_kernels.maf_mvm.slots import ProjectionSlots
 from pallas_kernels.segments import Segments
@@ -34,6 +36,8 @@ def maf_mvm(
     A weight of zero is no pair: it adds nothing, whatever x or the slot hold, and a token without pairs gets its base
     bit for bit. Slots that have a segment must hold finite values; the others are never read into a result.
 
+    The gradients by x, a, b, scale, weights and base are `gradient.backward`, for every implementation.
+
     Args:
       x: [num_tokens, in_features] activations, bfloat16 or float32.
       slots: A, B and scale of this group of projections by layer and slot, in the dtype of x.
@@ -53,17 +57,7 @@ def maf_mvm(
       NotImplementedError: If the named implementation does not support the shapes or cannot be used here.
     """
     static_validate(x, slots, segments, base, layer)
-    layer = jnp.asarray(layer, jnp.int32)
-    if implementation is not None:
-        return _run(implementation, x, slots, segments, base, layer)
-    if jax.default_backend() == "cpu":
-        return _run("loop", x, slots, segments, base, layer)
-    for kernel in ("pallas_triton", "jax_triton"):
-        try:
-            return _run(kernel, x, slots, segments, base, layer)
-        except NotImplementedError:
-            continue
-    return _run("dense", x, slots, segments, base, layer)
+    return _differentiable(implementation, x, slots, segments, base, jnp.asarray(layer, jnp.int32))
 
 
 def maf_swiglu(
@@ -86,22 +80,93 @@ def maf_swiglu(
     static_validate(x, slots, segments, base, layer)
     if slots.num_projections != 2 or slots.widths[0] != slots.widths[1]:
         raise ValueError(f"slots has projections of widths {slots.widths}; expected two of equal width, gate and up")
-    if implementation == "pallas_triton" or (implementation is None and jax.default_backend() == "gpu"):
-        from pallas_kernels.maf_mvm import pallas_triton
-
-        try:
-            layer_index = jnp.asarray(layer, jnp.int32)
-            return pallas_triton.maf_mvm(x, slots, segments, base, layer_index, ends_in_swiglu=True)
-        except NotImplementedError:
-            if implementation is not None:
-                raise
-    return swiglu(maf_mvm(x, slots, segments, base, layer=layer, implementation=implementation))
+    return _differentiable_swiglu(implementation, x, slots, segments, base, jnp.asarray(layer, jnp.int32))
 
 
 def swiglu(gate_up: Float[Array, "num_tokens two_ffn"]) -> Float[Array, "num_tokens ffn"]:
     """silu(gate) * up of the two halves, in float32, rounded to their dtype."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
+_Residuals = tuple[Any, ...]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(
+    implementation: Implementation | None,
+    x: Float[Array, "num_tokens in_features"],
+    slots: ProjectionSlots,
+    segments: Segments,
+    base: Float[Array, "num_tokens out_features"],
+    layer: Int[Array, ""],
+) -> Float[Array, "num_tokens out_features"]:
+    """`maf_mvm` after its checks."""
+    if implementation is not None:
+        return _run(implementation, x, slots, segments, base, layer)
+    if jax.default_backend() == "cpu":
+        return _run("loop", x, slots, segments, base, layer)
+    for kernel in ("pallas_triton", "jax_triton"):
+        try:
+            return _run(kernel, x, slots, segments, base, layer)
+        except NotImplementedError:
+            continue
+    return _run("dense", x, slots, segments, base, layer)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable_swiglu(
+    implementation: Implementation | None,
+    x: Float[Array, "num_tokens in_features"],
+    slots: ProjectionSlots,
+    segments: Segments,
+    base: Float[Array, "num_tokens two_ffn"],
+    layer: Int[Array, ""],
+) -> Float[Array, "num_tokens ffn"]:
+    """`maf_swiglu` after its checks."""
+    if implementation == "pallas_triton" or (implementation is None and jax.default_backend() == "gpu"):
+        from pallas_kernels.maf_mvm import pallas_triton
+
+        try:
+            return pallas_triton.maf_mvm(x, slots, segments, base, layer, ends_in_swiglu=True)
+        except NotImplementedError:
+            if implementation is not None:
+                raise
+    return swiglu(_differentiable(implementation, x, slots, segments, base, layer))
+
+
+def _forward(implementation: Implementation | None, *args: Any) -> tuple[Array, _Residuals]:
+    x, slots, segments, base, layer = args
+    return _differentiable(implementation, *args), (x, slots, segments, layer, _dtype_token(base))
+
+
+def _backward(implementation: Implementation | None, residuals: _Residuals, dy: Array) -> _Residuals:
+    x, slots, segments, layer, base = residuals
+    # JAX hands a constant residual of a scan back as numpy's.
+    dx, d_slots, d_weights = gradient.backward(x, slots, segments, jnp.asarray(layer), dy)
+    # None: integers have no gradient.
+    d_segments = dataclasses.replace(segments, weights=d_weights, slot_ids=None, num_segments=None)
+    return dx, d_slots, d_segments, dy.astype(base.dtype), None
+
+
+def _forward_swiglu(implementation: Implementation | None, *args: Any) -> tuple[Array, _Residuals]:
+    # The kernel that ends in SwiGLU does not write y, which its gradient needs.
+    y, residuals = _forward(implementation, *args)
+    return swiglu(y), (*residuals, y)
+
+
+def _backward_swiglu(implementation: Implementation | None, residuals: _Residuals, dz: Array) -> _Residuals:
+    (dy,) = jax.vjp(swiglu, residuals[-1])[1](dz)
+    return _backward(implementation, residuals[:-1], dy)
+
+
+def _dtype_token(array: Array) -> Array:
+    """Nothing but a dtype, as a residual."""
+    return jnp.zeros((0,), array.dtype)
+
+
+_differentiable.defvjp(_forward, _backward)
+_differentiable_swiglu.defvjp(_forward_swiglu, _backward_swiglu)
 
 
 def _run(
