@@ -8,6 +8,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,11 @@ from dymerge_jax.kv_cache import KVCache
 from dymerge_jax.layered_step import LayeredStep
 from dymerge_jax.model import Implementations, SplitModel
 from dymerge_jax.sampling import SampledTokens
-from dymerge_jax.step import StepResult, StepTables, forward_step, sample_step, split_weights
+from dymerge_jax.step import StepResult, StepTables, Weights, forward_step, sample_step, split_weights
 from dymerge_jax.step_batch import NUM_SEQ_FIELDS, PackedBatch, packed_len
 from serving.batch import Bucket, Buckets, make_buckets
 from serving.plan import StepPlan
+from serving.program_store import ProgramStore, store_beside_jax_cache
 
 CompiledStep = Callable[..., StepResult]
 """Called as (weights, cache, last_tokens, tables, batch), as `forward_step` is without its static arguments."""
@@ -51,6 +53,7 @@ def sampler_of(plan: StepPlan) -> Sampler:
     return result
 
 
+_NUM_LOADING_THREADS = 4  # one compiles and one lowers; more are of use to programs that are loaded
 _FEW_SLOTS = 8
 _FEW_SLOTS_SEQS = (64,)  # on an H200, one adapter for all: 64 rows 5.65 ms against 5.74, 32 rows no gain, 1 row a loss
 
@@ -112,22 +115,23 @@ def compile_whole_step(
     implementations: Implementations,
     *,
     turn: contextlib.AbstractContextManager[object],
+    store: ProgramStore | None = None,
 ) -> CompiledStep:
-    """The forward step of a bucket as one program; compiled, once it is lowered, inside of `turn`."""
+    """The forward step of a bucket as one program: from `store`, or compiled, once it is lowered, inside of `turn`."""
     structure, weights = split_weights(model.graph, model.state)
-    lowered = forward_step.lower(
-        structure,
-        weights,
-        cache,
-        last_tokens,
-        tables,
-        abstract_batch(bucket),
-        num_seqs=bucket.num_seqs,
-        max_slots=bucket.max_slots,
-        implementations=implementations,
-    )
-    with turn:
-        return lowered.compile()
+    args = (weights, cache, last_tokens, tables, abstract_batch(bucket))
+    statics = {"num_seqs": bucket.num_seqs, "max_slots": bucket.max_slots, "implementations": implementations}
+
+    def compile() -> jax.stages.Compiled:
+        lowered = forward_step.lower(structure, *args, **statics)
+        with turn:
+            return lowered.compile()
+
+    if store is None:
+        return compile()
+    description = f"forward_step {model.config} {structure.state} {sorted(statics.items())}"
+    result = StepResult(logits=last_tokens, tokens=last_tokens, last_tokens=last_tokens, cache=cache)
+    return store.program(description, args, result, compile)
 
 
 def compile_layered_step(
@@ -146,6 +150,11 @@ def compile_layered_step(
         return LayeredStep(model, cache, last_tokens, tables, abstract_batch(bucket), **sizes)
 
 
+def _compile_or_load(weights: Weights) -> Callable[..., CompiledStep]:
+    (device,) = cast(Array, weights[0]).devices()
+    return functools.partial(compile_whole_step, store=store_beside_jax_cache(device))
+
+
 def abstract_batch(bucket: Bucket) -> jax.ShapeDtypeStruct:
     """Shape of the bucket's packed batch."""
     return jax.ShapeDtypeStruct((packed_len(bucket.num_tokens, bucket.num_seqs),), jnp.int32)
@@ -158,7 +167,8 @@ class StepPrograms:
       model: weights on the device.
       buckets: sizes of the forward steps.
       implementations: of the ops.
-      compile_step: makes a bucket's forward step; None picks the way that suits the backend.
+      compile_step: makes a bucket's forward step; None picks the way that suits the backend, and takes whole programs
+        from JAX's cache folder, if it has one.
     """
 
     def __init__(
@@ -173,7 +183,7 @@ class StepPrograms:
         self._weights = split_weights(model.graph, model.state)[1]
         self._buckets = buckets
         self._implementations = implementations
-        self._compile_step = compile_step or (compile_layered_step if _is_cpu() else compile_whole_step)
+        self._compile_step = compile_step or (compile_layered_step if _is_cpu() else _compile_or_load(self._weights))
         self._forward: dict[Bucket, CompiledStep] = {}
         # For a GPU, XLA times candidate kernels on the device as it compiles: two at once would disturb each other.
         # Lowering, which Python does, goes on beside it.
@@ -202,7 +212,7 @@ class StepPrograms:
             for num_seqs in sorted({b.num_seqs for b in self._buckets.all})
             for sampler in SAMPLER_PROGRAMS
         ]
-        num_threads = (os.cpu_count() or 1) if _is_cpu() else 2
+        num_threads = (os.cpu_count() or 1) if _is_cpu() else _NUM_LOADING_THREADS
         with concurrent.futures.ThreadPoolExecutor(max_workers=num_threads) as pool:
             futures = [pool.submit(job) for job in jobs]
             done = concurrent.futures.as_completed(futures)

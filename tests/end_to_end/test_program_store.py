@@ -1,0 +1,155 @@
+"""Compiled programs on disk: taken at the next start, never wrongly."""
+
+import functools
+import hashlib
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+from dymerge_jax.model import Implementations
+from serving import program_store, programs
+from serving.batch import make_buckets
+from serving.engine import Engine
+from serving.program_store import ProgramStore, store_beside_jax_cache
+from serving.programs import StepPrograms, compile_whole_step
+from tests.support.engines import generate, make_engine
+from tests.support.tiny_models import random_adapter, tiny_model
+
+PROMPT = [5, 9, 2, 40, 7]
+BUCKETS = make_buckets(2, 8, decode_sizes=(2,), mixed_sizes=(8,))
+
+
+def make_store(folder: Path) -> ProgramStore:
+    return ProgramStore(folder, jax.local_devices()[0])
+
+
+def started_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, *, num_layers: int = 1) -> tuple[Engine, list[str]]:
+    """An engine of whole programs from a store, and the names of those that it had to lower."""
+    lowered: list[str] = []
+    lower = programs.forward_step.lower
+
+    def counted(*args: object, **kwargs: object) -> object:
+        lowered.append("forward_step")
+        return lower(*args, **kwargs)
+
+    class CountingStep:
+        lower = staticmethod(counted)
+
+    monkeypatch.setattr(programs, "forward_step", CountingStep)
+    split = tiny_model(num_layers=num_layers)
+    adapters = {name: random_adapter(split.config, rank=8, seed=i) for i, name in enumerate("ab")}
+    engine = make_engine(split, adapters, buckets=BUCKETS, max_num_seqs=2, max_num_batched_tokens=8)
+    compile_step = functools.partial(compile_whole_step, store=make_store(folder))
+    engine._programs = StepPrograms(split, BUCKETS, Implementations(), compile_step=compile_step)
+    engine.compile(progress=False)
+    monkeypatch.undo()
+    return engine, lowered
+
+
+@pytest.mark.slow
+def test_a_second_start_lowers_no_step_and_gives_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, lowered_first = started_engine(tmp_path, monkeypatch)
+    second, lowered_second = started_engine(tmp_path, monkeypatch)
+    assert (len(lowered_first), len(lowered_second)) == (2, 0)
+    for mix in ({}, {"a": 0.7, "b": -0.5}):
+        assert generate(first, PROMPT, mix, max_tokens=6) == generate(second, PROMPT, mix, max_tokens=6)
+    _, lowered_other = started_engine(tmp_path, monkeypatch, num_layers=2)
+    assert len(lowered_other) == 2
+
+
+def double(x: jax.Array) -> jax.Array:
+    return 2 * x
+
+
+def triple(x: jax.Array) -> jax.Array:
+    return 3 * x
+
+
+def run(store: ProgramStore, function: object = double, *, length: int = 4, description: str = "double") -> list[float]:
+    x = jax.numpy.ones(length)
+    return store.program(description, (x,), 0, lambda: jax.jit(function).lower(x).compile())(x).tolist()  # type: ignore[arg-type]
+
+
+def test_a_program_is_found_by_its_description_and_shapes(tmp_path: Path) -> None:
+    assert run(make_store(tmp_path)) == [2, 2, 2, 2]
+    assert run(make_store(tmp_path), triple) == [2, 2, 2, 2]  # the kept one: nothing is compiled
+    assert run(make_store(tmp_path), triple, length=2) == [3, 3]
+    assert run(make_store(tmp_path), triple, description="triple") == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("change", ["source", "flags", "setting"])
+def test_a_changed_environment_compiles_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    run(make_store(tmp_path))
+    if change == "source":
+        monkeypatch.setattr(program_store, "_source_digest", lambda: "another")
+    elif change == "flags":
+        monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    else:
+        jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        assert run(make_store(tmp_path), triple) == [3, 3, 3, 3]
+    finally:
+        jax.config.update("jax_default_matmul_precision", None)
+
+
+@pytest.mark.parametrize("content", [b"", b"no program", "flipped", "unreadable"])
+def test_a_damaged_file_is_told_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | str
+) -> None:
+    run(make_store(tmp_path))
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    if content == "flipped":
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    elif content == "unreadable":  # whole, but by another writer
+        data = b"not a pickle"
+        file.write_bytes(hashlib.sha256(data).digest() + data)
+    else:
+        file.write_bytes(content)  # type: ignore[arg-type]
+    assert run(make_store(tmp_path), triple) == [3, 3, 3, 3]
+    assert "compiled anew" in caplog.text
+    assert run(make_store(tmp_path)) == [3, 3, 3, 3]  # the new one has taken its place
+
+
+def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(PermissionError, match="chmod go-w"):
+        make_store(tmp_path)
+
+
+def test_files_that_no_start_has_used_for_a_month_go(tmp_path: Path) -> None:
+    run(make_store(tmp_path))
+    run(make_store(tmp_path), length=2)
+    old, kept = tmp_path.iterdir()
+    os.utime(old, (0, 0))
+    make_store(tmp_path)
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_a_full_disk_costs_the_next_start_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    store = make_store(tmp_path)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert run(store) == [2, 2, 2, 2]
+    assert "No space left" in caplog.text
+
+
+def test_there_is_a_store_where_jax_keeps_programs(tmp_path: Path) -> None:
+    device, before = jax.local_devices()[0], jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        assert store_beside_jax_cache(device) is None
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        assert store_beside_jax_cache(device) is not None
+        (tmp_path / "dymerge-programs").chmod(0o777)
+        assert store_beside_jax_cache(device) is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
