@@ -182,7 +182,7 @@ class StepPrograms:
         self._model = model
         self._weights = split_weights(model.graph, model.state)[1]
         self._buckets = buckets
-        self._implementations = implementations
+        self.implementations = implementations
         self._compile_step = compile_step or (compile_layered_step if _is_cpu() else _compile_or_load(self._weights))
         self._forward: dict[Bucket, CompiledStep] = {}
         # For a GPU, XLA times candidate kernels on the device as it compiles: two at once would disturb each other.
@@ -223,7 +223,7 @@ class StepPrograms:
         self, bucket: Bucket, cache: KVCache, last_tokens: Int[Array, " num_rows"], tables: StepTables
     ) -> None:
         self._forward[bucket] = self._compile_step(
-            self._model, bucket, cache, last_tokens, tables, self._implementations, turn=self._turn
+            self._model, bucket, cache, last_tokens, tables, self.implementations, turn=self._turn
         )
 
     def _compile_sampler(

@@ -11,10 +11,13 @@ A line of the report is one decoder layer: the sum over its groups of projection
     naive, bmm         a loop over the adapters of the batch; all tokens through all adapters of the batch
     dense              all tokens through all adapters of the arrays, used or not
     site_...           with --site: the base projection too; XLA's matmul alone, the same and then the LoRA product, or
-                       both in one launch (lora_linear)
+                       both in one launch (lora_linear), and that launch for a step without adapters
+    added              with --site: what the adapters add to that one launch, which is what the engine runs: the
+                       difference of the two medians. Ratios are to it, else to the first implementation of maf_mvm.
 
 A timed call runs an op many times, each output being the next one's base, layer after layer of arrays so large that the
-active adapters come from memory, not from the L2 cache. Nothing is subtracted; what an empty call takes is said beside.
+active adapters come from memory, not from the L2 cache. Nothing else is subtracted; what an empty call takes is said
+beside.
 The first op of the very program that is timed is checked against the float32 reference.
 """
 
@@ -151,10 +154,17 @@ def kernel_columns(implementations: Sequence[Implementation], sgmv: Implementati
 
 def site_columns(implementations: Sequence[Implementation]) -> dict[str, Column]:
     """The op and its base projection, by name of the column."""
+
+    def arrivals() -> Array:
+        return new_arrivals(UNROLL)
+
     return {
         "site_base": Column(_project, computes="projection"),
         **{f"site_{name}": Column(_site(name), computes="site") for name in implementations},
-        "site_fused": Column(_fused, computes="site", scratch=lambda: new_arrivals(UNROLL)),
+        "site_fused": Column(functools.partial(_one_launch, has_adapters=True), computes="site", scratch=arrivals),
+        "site_plain": Column(
+            functools.partial(_one_launch, has_adapters=False), computes="projection", scratch=arrivals
+        ),
     }
 
 
@@ -172,13 +182,13 @@ def _site(implementation: Implementation) -> Callable[[Op], Array]:
     return lambda op: _lora(implementation)(dataclasses.replace(op, base=_project(op)))
 
 
-def _fused(op: Op) -> tuple[Array, Array]:
+def _one_launch(op: Op, *, has_adapters: bool) -> tuple[Array, Array]:
     assert op.projection is not None
     partials, arrivals = lora_linear(
         op.x,
         op.projection,
         op.slots,
-        op.segments,
+        op.segments if has_adapters else None,
         op.scratch,
         layer=op.layer,
         site=op.place,
@@ -557,15 +567,27 @@ def _ours(args: argparse.Namespace) -> str:
 
 
 def _ratios(args: argparse.Namespace) -> list[str]:
-    """Columns that are divided by the first implementation."""
+    """Columns that are divided by ours."""
     columns = _columns(args, args.column)
-    if _ours(args) not in columns:
+    if _ours(args) not in columns and not _has_added(args):
         return []
     return [name for name in ("copy_sgmv", "naive", "bmm", "dense") if name in columns]
 
 
+def _has_added(args: argparse.Namespace) -> bool:
+    return {"site_fused", "site_plain"} <= _columns(args, args.column).keys()
+
+
+def _added_us(args: argparse.Namespace, layer: LayerTiming) -> float | None:
+    """What adapters add to the launch that computes a site; None where it was not timed or refused."""
+    if not _has_added(args) or not {"site_fused", "site_plain"} <= layer.median_us.keys():
+        return None
+    return layer.median_us["site_fused"] - layer.median_us["site_plain"]
+
+
 def _header(args: argparse.Namespace) -> str:
-    columns = [f"{name:>{max(len(name), 8)}}" for name in ("floor", *_columns(args, args.column))]
+    names = ("floor", *_columns(args, args.column), *(["added"] if _has_added(args) else []))
+    columns = [f"{name:>{max(len(name), 8)}}" for name in names]
     ratios = [f"{name + '/ours':>14}" for name in _ratios(args)]
     return " ".join(["mixes    batch rank active", *columns, *ratios, " spread   error"])
 
@@ -574,8 +596,11 @@ def _line(args: argparse.Namespace, layer: LayerTiming) -> str:
     columns = _columns(args, args.column)
     floor_us = next((us for name, us in layer.floor_us.items() if columns[name].computes == "lora"), None)
     times = {"floor": floor_us} | {name: layer.median_us.get(name) for name in columns}
+    added_us = _added_us(args, layer)
+    if _has_added(args):
+        times["added"] = added_us
     cells = [f"{'-' if us is None else f'{us:.1f}':>{max(len(name), 8)}}" for name, us in times.items()]
-    ours = layer.median_us.get(_ours(args))
+    ours = added_us if _has_added(args) else layer.median_us.get(_ours(args))
     for name in _ratios(args):
         them = layer.median_us.get(name)
         cells.append(f"{'-' if ours is None or them is None else f'{them / ours:.2f}':>14}")

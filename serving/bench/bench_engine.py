@@ -37,7 +37,7 @@ from serving.engine import Engine
 Baseline = Literal["none", "premerge", "sgmv", "naive", "bmm"]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 
-_IMPLEMENTATIONS: Mapping[str, Implementations] = {
+BASELINE_IMPLEMENTATIONS: Mapping[str, Implementations] = {
     "naive": Implementations(maf_mvm="loop"),
     "bmm": Implementations(maf_mvm="bmm"),
     "sgmv": Implementations(maf_mvm="copy_sgmv"),
@@ -119,7 +119,7 @@ def make_engine(spec: EngineSpec, model: SplitModel) -> Engine:
         dtype=spec.dtype,
     )
     gated_sets = [random_gated_set(spec.config, list(adapters)[:NUM_EXPERTS])] if spec.has_gated_set else []
-    implementations = _IMPLEMENTATIONS.get(spec.baseline, Implementations())
+    implementations = BASELINE_IMPLEMENTATIONS.get(spec.baseline, Implementations())
     return Engine(
         model, None, store, gated_sets, engine_config, implementations=implementations, loads_in_background=True
     )

@@ -61,10 +61,15 @@ class Workload:
     num_adapters: int
 
     def mix(self, index: int) -> Mix:
+        """That of one request."""
         first = index * self.mix_size
         return Mix(
             tuple((f"lora-{(first + i) % self.num_adapters}", 1.0 / self.mix_size) for i in range(self.mix_size))
         )
+
+    def adapters(self, index: int) -> tuple[str, ...]:
+        """Those that the request needs."""
+        return self.mix(index).adapters
 
 
 def workloads(batches: Sequence[int]) -> list[Workload]:
@@ -160,7 +165,7 @@ def run_workload(
                 sampling=SamplingParams(max_tokens=output_len, ignore_eos=True),
                 mix=mix,
                 arrival_s=time.monotonic(),
-                adapters=mix.adapters,
+                adapters=workload.adapters(i),
             )
         )
         engine.add_request(requests[-1])

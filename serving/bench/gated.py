@@ -1,0 +1,229 @@
+"""Time per output token where a gate chooses the adapters of every token, beside static mixes and beside baselines.
+
+    python -m serving.bench.gated --shape 8b --out gated.json
+
+Every row of a closed batch uses one gated set of 8 experts, of which the top 2 keep a weight: "gated" has one gate a
+layer, "gated, each linear" one for each of its seven projections. In the static workload, each row mixes two of the
+same 8 adapters by weights that its request gives, so all 8 slots are active in every step, as they are where rows are
+gated. What the baselines model: `serving.bench.bench_engine`. All engines share one model of random weights.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dymerge_jax.config import PROJECTIONS, LlamaConfig
+from dymerge_jax.gating import GatedSetWeights
+from dymerge_jax.generate import batch_logits
+from dymerge_jax.library import pad_batch
+from dymerge_jax.model import Implementations, SplitModel
+from dymerge_jax.step_batch import AdapterMix
+from serving.adapter_store import AdapterStore
+from serving.batch import Bucket, Buckets
+from serving.bench.bench_engine import (
+    BASELINE_IMPLEMENTATIONS,
+    EngineSpec,
+    default_dtype,
+    make_model,
+    random_gated_set,
+)
+from serving.bench.decode import StepTimer, Workload, current_commit, random_adapters, run_workload
+from serving.bench.workloads import GATED_SET, NUM_EXPERTS, TOP_K
+from serving.config import EngineConfig
+from serving.engine import Engine
+from serving.request import Mix
+
+_EXPERTS = tuple(f"lora-{i}" for i in range(NUM_EXPERTS))
+_PREFILL_TOKENS = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedWorkload(Workload):
+    """A closed batch whose rows all use the gated set."""
+
+    def mix(self, index: int) -> Mix:
+        return Mix(gated_set=GATED_SET)
+
+    def adapters(self, index: int) -> tuple[str, ...]:
+        return _EXPERTS
+
+
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """An engine and what it runs.
+
+    Attributes:
+      name: of the table's row.
+      baseline: see `bench_engine`; "none" is this engine itself.
+      is_per_projection: the gated set has a gate for each projection.
+      workload: the batch.
+    """
+
+    name: str
+    baseline: str
+    is_per_projection: bool
+    workload: Workload
+
+
+def contestants(batch: int) -> list[Contestant]:
+    """The static mix first: what the others are compared with."""
+    static = Workload("static", batch, TOP_K, NUM_EXPERTS)
+    gated = GatedWorkload("gated", batch, NUM_EXPERTS, NUM_EXPERTS)
+    return [
+        Contestant("static mixes of 2", "none", False, static),
+        Contestant("gated", "none", False, gated),
+        Contestant("gated, each linear", "none", True, gated),
+        Contestant("gated, bmm", "bmm", False, gated),
+        Contestant("gated, naive", "naive", False, gated),
+        Contestant("gated, each linear, naive", "naive", True, gated),
+    ]
+
+
+def per_projection(config: LlamaConfig, gated_set: GatedSetWeights) -> GatedSetWeights:
+    """The set with random gates for every projection in place of its own."""
+    rng = np.random.default_rng(8)
+    fan_in = {p: group.in_features for group in config.groups.values() for p in group.projections}
+    gates = {
+        (layer, projection): rng.standard_normal((len(gated_set.experts), fan_in[projection]), np.float32)
+        for layer in range(config.num_layers)
+        for projection in PROJECTIONS
+    }
+    return dataclasses.replace(gated_set, granularity="projection", gates=gates)
+
+
+def make_engine(contestant: Contestant, model: SplitModel, options: argparse.Namespace) -> Engine:
+    """An engine with room for the workload and no more, with the programs that it uses; compiles nothing yet."""
+    store = AdapterStore(model.config, slot_rank=options.rank, dtype=options.dtype)
+    for name, weights in random_adapters(model.config, NUM_EXPERTS, rank=options.rank).items():
+        store.add(store.from_memory(name, weights))
+    sets: Sequence[GatedSetWeights] = ()
+    if isinstance(contestant.workload, GatedWorkload):
+        gated_set = random_gated_set(model.config, _EXPERTS)
+        sets = [per_projection(model.config, gated_set) if contestant.is_per_projection else gated_set]
+    batch, max_len = contestant.workload.batch, options.prompt_len + options.output_len
+    engine_config = EngineConfig(
+        adapter_slots=options.slots,
+        slot_rank=options.rank,
+        max_num_seqs=batch,
+        max_num_batched_tokens=_PREFILL_TOKENS,
+        max_model_len=max_len,
+        num_blocks=batch * -(-max_len // EngineConfig.block_size),
+        enable_prefix_cache=False,  # every run has the same prompts
+        dtype=options.dtype,
+    )
+    buckets = Buckets(decode=(Bucket(batch, batch),), mixed=(Bucket(_PREFILL_TOKENS, batch),))
+    implementations = BASELINE_IMPLEMENTATIONS.get(contestant.baseline, Implementations())
+    return Engine(model, None, store, sets, engine_config, buckets=buckets, implementations=implementations)
+
+
+def logits_error(engine: Engine) -> float:
+    """RMS difference of the logits of a batch that is gated, where the engine has a set, to the portable ones.
+
+    In bfloat16 a gate may choose another expert where two are as good but for rounding: such a token differs by more.
+    """
+    rng = np.random.default_rng(2)
+    weights = np.zeros((4, engine.slot_cache.num_slots), np.float32)
+    if not engine.gated_sets:
+        for row, name in enumerate(_EXPERTS[:4]):
+            slots = engine.slot_cache.lookup(name)
+            assert slots is not None
+            weights[row, list(slots)] = 0.7
+    set_id = 0 if engine.gated_sets else -1
+    mix = AdapterMix(weights=jnp.asarray(weights), gated_set_ids=jnp.full((4,), set_id, jnp.int32))
+    batch = pad_batch(rng.integers(0, engine.model.config.vocab, (4, 16)).tolist())  # one tile, as a decode step
+    model = engine.model
+
+    def logits(implementations: Implementations) -> np.ndarray:
+        args = model.graph, model.state, engine._slots, engine._gates, mix, batch
+        return np.asarray(batch_logits(*args, implementations=implementations))
+
+    own, portable = logits(engine._programs.implementations), logits(Implementations("dense", "portable"))
+    return float(np.sqrt(np.square(own - portable).mean()) / portable.std())
+
+
+def measure(contestant: Contestant, model: SplitModel, options: argparse.Namespace) -> dict[str, Any]:
+    """One row: of three runs the last, and whether the one before gave the same tokens."""
+    engine = make_engine(contestant, model, options)
+    engine.compile(progress=False)
+    timer = StepTimer(engine)
+    lengths = {"prompt_len": options.prompt_len, "output_len": options.output_len}
+    _, before, last = (run_workload(engine, timer, contestant.workload, **lengths) for _ in range(3))
+    tokens = last.pop("tokens")
+    return last | {
+        "workload": contestant.name,
+        "baseline": contestant.baseline,
+        "tokens_repeat": before["tokens"] == tokens,
+        "relative_rms_logits_error": logits_error(engine),
+    }
+
+
+def print_report(result: dict[str, Any]) -> None:
+    settings, rows = result["settings"], result["rows"]
+    print(
+        f"\n{result['device']}, {settings['shape']}, {settings['dtype']}, batch {settings['batch']}, {NUM_EXPERTS} "
+        f"adapters of rank {settings['rank']} in {settings['slots']} slots, prompt {settings['prompt_len']} + output "
+        f"{settings['output_len']} tokens"
+    )
+    head = f"{'workload':26} {'TPOT ms':>8} {'p90':>7} {'/ static':>8} {'/ gated':>8} {'logits':>8} {'repeats':>7}"
+    print(f"{head}  same twice")
+    static_ms, gated_ms = (row["tpot_ms_median"] for row in rows[:2])
+    for r in rows:
+        ms = r["tpot_ms_median"]
+        print(
+            f"{r['workload']:26} {ms:8.3f} {r['tpot_ms_p90']:7.3f} {ms / static_ms:8.2f} {ms / gated_ms:8.2f} "
+            f"{r['relative_rms_logits_error']:8.1e} {r['repeats']:7d}  {r['tokens_repeat']}"
+        )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    is_cpu = jax.default_backend() == "cpu"
+    parser.add_argument("--shape", default="tiny" if is_cpu else "8b", help="model size (default here: %(default)s)")
+    parser.add_argument("--dtype", default=default_dtype(), help="(default here: %(default)s)")
+    parser.add_argument("--batch", type=int, default=32, help="rows (default: %(default)s)")
+    parser.add_argument("--rank", type=int, default=8, help="of adapters and slots (default: %(default)s)")
+    parser.add_argument("--slots", type=int, default=64, help="adapter slots (default: %(default)s)")
+    parser.add_argument("--prompt-len", type=int, default=224, help="tokens (default: %(default)s)")
+    parser.add_argument("--output-len", type=int, default=64, help="tokens (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    if options.slots < NUM_EXPERTS:
+        parser.error(f"--slots is {options.slots}; expected at least {NUM_EXPERTS}, one for each expert")
+    model = make_model(EngineSpec(options.shape, options.dtype, rank=options.rank))
+    rows = []
+    for contestant in contestants(options.batch):
+        start_s = time.perf_counter()
+        rows.append(measure(contestant, model, options))
+        logging.info("%s: %.0f s", contestant.name, time.perf_counter() - start_s)
+    result = {
+        "command": shlex.join(["python", "-m", "serving.bench.gated", *(arguments or sys.argv[1:])]),
+        "commit": current_commit(),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+        "rows": rows,
+    }
+    print_report(result)
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
