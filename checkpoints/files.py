@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  (numpy knows "bfloat16" from then on)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -36,7 +36,7 @@ class TensorInfo:
     @property
     def num_bytes(self) -> int:
         """Size in a safetensors file, in bytes."""
-        return math.prod(self.shape) * jnp.dtype(FLOAT_DTYPES[self.dtype]).itemsize
+        return math.prod(self.shape) * np.dtype(FLOAT_DTYPES[self.dtype]).itemsize
 
 
 class SafetensorsReader:

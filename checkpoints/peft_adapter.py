@@ -10,11 +10,11 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from checkpoints.errors import CheckpointError, MissingFileError, refuse_if
@@ -28,9 +28,9 @@ from checkpoints.files import (
 )
 from checkpoints.lora_config import read_lora_config
 from checkpoints.peft_header import BaseShapes, ProjectionSource, Site, resolve_projections, sorted_keys
-from checkpoints.safetensors_bytes import SafetensorsContent, TensorPlace, read_header
+from checkpoints.safetensors_bytes import SafetensorsContent, read_header
+from dymerge_jax.adapter_weights import AdapterWeights, ProjectionWeights
 from dymerge_jax.config import PROJECTIONS, LlamaConfig
-from dymerge_jax.lora import AdapterWeights, ProjectionWeights
 
 _log = logging.getLogger(__name__)
 
@@ -88,52 +88,7 @@ def inspect_adapter(path: str | Path, config: LlamaConfig, *, max_rank: int | No
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class AdapterLayout:
-    """What reading an adapter has found out about its files, which then can be read again without any of the checks.
-
-    Attributes:
-      content_hash: of the files.
-      projections: places of A and B, and scale, by layer and projection.
-    """
-
-    content_hash: str
-    projections: Mapping[Site, tuple[TensorPlace, TensorPlace, float]]
-
-    def read(self, weights_bytes: bytes) -> AdapterWeights:
-        """The adapter from the bytes of its weights' file."""
-        projections = {
-            site: ProjectionWeights(a=a.read(weights_bytes), b=b.read(weights_bytes), scale=scale)
-            for site, (a, b, scale) in self.projections.items()
-        }
-        return AdapterWeights(projections, self.content_hash)
-
-
 def load_adapter(path: str | Path, config: LlamaConfig, *, max_rank: int | None = None) -> AdapterWeights:
-    """Reads an adapter to the host; see `load_with_layout`."""
-    return load_with_layout(path, config, max_rank=max_rank)[0]
-
-
-def load_again(path: str | Path, layout: AdapterLayout) -> AdapterWeights:
-    """Reads an adapter that was read before: in a few milliseconds of Python's time, beside a running engine.
-
-    Raises:
-      MissingFileError: If the folder or one of its two files is missing.
-      CheckpointError: If the files are others now.
-    """
-    path = Path(path)
-    file = weights_file(path)
-    config_bytes, weights_bytes = _read_config(path), file.read_bytes()
-    if _content_hash(config_bytes, weights_bytes) != layout.content_hash:
-        raise CheckpointError(
-            f"{path} has changed on disk since it was loaded; load it anew under its name to use what is there now"
-        )
-    return layout.read(weights_bytes)
-
-
-def load_with_layout(
-    path: str | Path, config: LlamaConfig, *, max_rank: int | None = None
-) -> tuple[AdapterWeights, AdapterLayout]:
     """Reads an adapter to the host; each of its two files is read once, so that the hash is of what is used.
 
     Args:
@@ -142,7 +97,7 @@ def load_with_layout(
       max_rank: largest rank that fits the slot array; None for no limit.
 
     Returns:
-      A and B of every adapted projection, in the stored dtype, with their scales; and the layout for `load_again`.
+      A and B of every adapted projection, in the stored dtype, with their scales.
 
     Raises:
       MissingFileError: If the folder or one of its two files is missing.
@@ -150,17 +105,57 @@ def load_with_layout(
         weights; lists every reason.
     """
     path = Path(path)
-    file = weights_file(path)
-    config_bytes, weights_bytes = _read_config(path), file.read_bytes()
-    tensors = SafetensorsContent(file, weights_bytes)
-    sites = _checked_projections(path, BaseShapes.of_model(config), config_bytes, tensors.header, max_rank)
-    places = {site: (tensors.place(p.a_key), tensors.place(p.b_key), p.scale) for site, p in sorted(sites.items())}
-    layout = AdapterLayout(_content_hash(config_bytes, weights_bytes), places)
-    weights = layout.read(weights_bytes)
+    config_bytes, weights_bytes = _read_files(path)
+    weights, sites = _parse(path, config, config_bytes, weights_bytes, max_rank)
     _refuse_non_finite(path, sites, weights.projections)
     if any((path / file).is_file() for file in ("tokenizer.json", "tokenizer.model")):
         _log.info("adapter %s brings a tokenizer; the base model's is used instead", path)
-    return weights, layout
+    return weights
+
+
+def load_again(path: str | Path, config: LlamaConfig, content_hash: str) -> AdapterWeights:
+    """Reads an adapter that `load_adapter` has read before, whose tensors need no second look.
+
+    Args:
+      path: the adapter's folder.
+      config: the base model.
+      content_hash: of the adapter as it was.
+
+    Raises:
+      MissingFileError: If the folder or one of its two files is missing.
+      CheckpointError: If the files are others now.
+    """
+    path = Path(path)
+    config_bytes, weights_bytes = _read_files(path)
+    if _content_hash(config_bytes, weights_bytes) != content_hash:
+        raise CheckpointError(
+            f"{path} has changed on disk since it was loaded; load it anew under its name to use what is there now"
+        )
+    return _parse(path, config, config_bytes, weights_bytes, None, content_hash)[0]
+
+
+def _read_files(path: Path) -> tuple[bytes, bytes]:
+    """The bytes of an adapter's config and of its weights."""
+    file = weights_file(path)
+    return _read_config(path), file.read_bytes()
+
+
+def _parse(
+    path: Path,
+    config: LlamaConfig,
+    config_bytes: bytes,
+    weights_bytes: bytes,
+    max_rank: int | None,
+    content_hash: str | None = None,
+) -> tuple[AdapterWeights, dict[Site, ProjectionSource]]:
+    """The adapter in the bytes of its files, and which tensors it is made of; they may hold NaN."""
+    tensors = SafetensorsContent(path / WEIGHTS_FILE, weights_bytes)
+    sites = _checked_projections(path, BaseShapes.of_model(config), config_bytes, tensors.header, max_rank)
+    projections = {
+        site: ProjectionWeights(a=tensors.read(p.a_key), b=tensors.read(p.b_key), scale=p.scale)
+        for site, p in sorted(sites.items())
+    }
+    return AdapterWeights(projections, content_hash or _content_hash(config_bytes, weights_bytes)), sites
 
 
 class OpenAdapter:
@@ -278,7 +273,7 @@ def _refuse_non_finite(
 
 
 def _is_finite(tensor: np.ndarray) -> bool:
-    if tensor.dtype != jnp.bfloat16:
+    if tensor.dtype != ml_dtypes.bfloat16:
         return bool(np.isfinite(tensor).all())
     # On its bits: numpy holds the interpreter's lock in what it computes with a dtype that is not its own.
     return not ((tensor.view(np.uint16) & _BFLOAT16_EXPONENT) == _BFLOAT16_EXPONENT).any()

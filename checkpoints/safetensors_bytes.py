@@ -4,13 +4,11 @@ The `safetensors` package copies every tensor while it holds Python's interprete
 beside a running engine must not do for long; and the content hash must be of the very bytes that are used.
 """
 
-import dataclasses
 import json
 import math
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.errors import CheckpointError
@@ -18,25 +16,6 @@ from checkpoints.files import FLOAT_DTYPES, TensorInfo
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorPlace:
-    """Where a tensor lies in the bytes of its file.
-
-    Attributes:
-      start: offset of its first byte in the file.
-      shape: its shape.
-      dtype: a name among the values of `FLOAT_DTYPES`.
-    """
-
-    start: int
-    shape: tuple[int, ...]
-    dtype: str
-
-    def read(self, content: bytes) -> np.ndarray:
-        """The tensor: a read-only view of the file's bytes."""
-        return np.frombuffer(content, jnp.dtype(self.dtype), math.prod(self.shape), self.start).reshape(self.shape)
 
 
 class SafetensorsContent:
@@ -53,13 +32,15 @@ class SafetensorsContent:
           CheckpointError: If it is no whole safetensors file.
         """
         header = content[_LENGTH_BYTES : _LENGTH_BYTES + _header_len(path, content[:_LENGTH_BYTES], len(content))]
+        self._content = content
         self._data_start = _LENGTH_BYTES + len(header)
         self.header, self._offsets = _parse(path, header, len(content) - self._data_start)
 
-    def place(self, name: str) -> TensorPlace:
-        """Where a tensor of a dtype among `FLOAT_DTYPES` lies."""
+    def read(self, name: str) -> np.ndarray:
+        """A tensor of a dtype among `FLOAT_DTYPES`: a read-only view of the file's bytes."""
         info = self.header[name]
-        return TensorPlace(self._data_start + self._offsets[name], info.shape, FLOAT_DTYPES[info.dtype])
+        dtype, start = np.dtype(FLOAT_DTYPES[info.dtype]), self._data_start + self._offsets[name]
+        return np.frombuffer(self._content, dtype, math.prod(info.shape), start).reshape(info.shape)
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:

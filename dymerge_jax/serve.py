@@ -167,6 +167,7 @@ def run(
         logger.info("stopped")
     if not async_engine.stop():
         logger.warning("a step of the engine is still running; ending without it")
+    engine.close()
 
 
 def welcome(registry: "ModelRegistry", config: "ServerConfig", port: int, *, has_chat: bool) -> str:

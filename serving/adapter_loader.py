@@ -3,7 +3,8 @@
     disk --read, check, cut--> host tier --copy--> staging --write_slot, by a step--> slots
 
 The first two arrows are jobs of threads; the third is one in-place update on the device from memory that is there
-already, so a step waits neither for the disk nor for a copy from the host.
+already, so a step waits neither for the disk nor for a copy from the host. A server's threads have processes do the
+work of the first arrow (`serving.reader_processes`), so that it takes nothing of Python's lock either.
 """
 
 import concurrent.futures
@@ -19,7 +20,7 @@ from serving.adapter_store import AdapterContents, AdapterStore, KnownAdapter
 logger = logging.getLogger(__name__)
 
 STAGING_SLOTS = 16  # five mixes of three: copied from the host in the time of two or three decode steps
-_NUM_READERS = 4  # a mix of three is read at once; more would fight the engine's thread for Python's lock
+_NUM_READERS = 4  # one more than there are processes that read for them: it can cut what was made in memory
 
 
 class InlineExecutor(concurrent.futures.Executor):
@@ -88,6 +89,11 @@ class AdapterLoader:
         self._news = threading.Event()  # a job has ended since the last `update`
         self._listener: Callable[[], None] | None = None
         self.num_reads = 0
+
+    def close(self) -> None:
+        """Begins no more jobs, and lets those that run end for nobody; may be called twice."""
+        for pool in (self._readers, self._copiers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def staged(self) -> Set[str]:

@@ -6,14 +6,17 @@ from collections.abc import Container, Iterable, Sequence, Set
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.typing import DTypeLike
 
-from checkpoints.peft_adapter import AdapterLayout, load_again, load_with_layout
+from checkpoints.peft_adapter import load_adapter, load_again
 from dymerge_jax.config import LlamaConfig
 from dymerge_jax.lora import AdapterWeights, SlotContent, content_bytes, slot_contents
 from serving.adapter_ids import adapter_id, adapter_name
+from serving.adapter_reader import CutSettings, Slots
 from serving.errors import UnknownModelError
 from serving.host_cache import HostCache, default_host_bytes
+from serving.reader_processes import AdapterSummary, ReaderProcesses
 
 __all__ = ["AdapterContents", "AdapterStore", "KnownAdapter", "StoredAdapter", "adapter_id", "adapter_name"]
 
@@ -32,16 +35,14 @@ class StoredAdapter:
     Attributes:
       name: what a request calls it.
       root: the folder it came from; None for one made in memory, which nobody can replace: its id is its name.
-      weights: its tensors, as read.
+      weights: its tensors, as read; of one that a process has read, what is known of them.
       contents: cut into slots; if empty, for one made in memory, it is cut when it is needed.
-      layout: of its files, if it has any.
     """
 
     name: str
     root: Path | None
-    weights: AdapterWeights
+    weights: AdapterWeights | AdapterSummary
     contents: AdapterContents = ()
-    layout: AdapterLayout | None = None
 
     @property
     def id(self) -> str:
@@ -69,7 +70,6 @@ class KnownAdapter:
     Attributes:
       id, name, content_hash: see `StoredAdapter`.
       root: where it is read again; None for one made in memory.
-      layout: of its files; None without a folder.
       weights: of one made in memory; None with a folder.
       num_slots: slots that it fills.
       num_bytes: host memory of its contents.
@@ -79,7 +79,6 @@ class KnownAdapter:
     name: str
     content_hash: str
     root: Path | None
-    layout: AdapterLayout | None
     weights: AdapterWeights | None
     num_slots: int
     num_bytes: int
@@ -123,6 +122,18 @@ class AdapterStore:
         self.most_slots = 0
         self._known: dict[str, KnownAdapter] = {}
         self._retired: set[str] = set()  # known for the requests that have them, but not for new ones
+        self._readers: ReaderProcesses | None = None
+
+    def start_readers(self) -> None:
+        """Has processes read adapters from now on, and threads until these have started; `close` ends them."""
+        if self._readers is None:
+            dtype = np.dtype(self._dtype).name
+            self._readers = ReaderProcesses(CutSettings(self._config, self._slot_rank, dtype, self._max_rank))
+
+    def close(self) -> None:
+        """Ends the processes of `start_readers`, if there are any; may be called twice."""
+        if self._readers is not None:
+            self._readers.close()
 
     # Called by any thread
 
@@ -133,9 +144,19 @@ class AdapterStore:
           CheckpointError: If it cannot be read or does not fit the model.
           ValueError: If it is larger than the host tier.
         """
-        weights, layout = load_with_layout(folder, self._config, max_rank=self._max_rank)
+
+        def take(summary: AdapterSummary, slots: Slots) -> StoredAdapter:
+            self._check_fits(name, summary)
+            return StoredAdapter(name, folder, summary, self._copied(slots))
+
+        adapter = None
+        if self._readers is not None:
+            adapter = self._readers.read(folder, None, self.host.max_bytes // self._bytes_per_slot, take)
+        if adapter is not None:
+            return adapter
+        weights = load_adapter(folder, self._config, max_rank=self._max_rank)
         self._check_fits(name, weights)
-        return StoredAdapter(name, folder, weights, self._cut(weights), layout)
+        return StoredAdapter(name, folder, weights, self._cut(weights))
 
     def from_memory(self, name: str, weights: AdapterWeights) -> StoredAdapter:
         """An adapter that comes from no folder, cut into slots.
@@ -155,22 +176,38 @@ class AdapterStore:
         if adapter.weights is not None:
             return self._cut(adapter.weights)
         assert adapter.root is not None
-        assert adapter.layout is not None
-        return self._cut(load_again(adapter.root, adapter.layout))
+        contents = None
+        if self._readers is not None:
+            contents = self._readers.read(
+                adapter.root, adapter.content_hash, adapter.num_slots, lambda _, slots: self._copied(slots)
+            )
+        return contents or self._cut(load_again(adapter.root, self._config, adapter.content_hash))
 
     def _cut(self, weights: AdapterWeights) -> AdapterContents:
         contents = slot_contents(self._config, weights, slot_rank=self._slot_rank, dtype=self._dtype)
         return self.to_host(contents)
 
+    def _copied(self, slots: Slots) -> AdapterContents:
+        """Contents that share no memory with the slots of a process, where the device copies from fastest."""
+        is_cpu = jax.default_backend() == "cpu"  # there, jax may use numpy's memory instead of copying it
+        if not is_cpu and (pinned := self._in_pinned_memory([SlotContent(*slot) for slot in slots])) is not None:
+            return pinned
+        copies = [SlotContent(_copy(values), _copy(scales)) for values, scales in slots]
+        return self.to_host(copies) if is_cpu else copies
+
     def to_host(self, contents: AdapterContents) -> AdapterContents:
         """Contents where the device copies from fastest."""
+        return self._in_pinned_memory(contents) or contents
+
+    def _in_pinned_memory(self, contents: AdapterContents) -> AdapterContents | None:
+        """Contents copied to pinned memory; None where there is none, or none left."""
         if self._pinned is None:
-            return contents
+            return None
         try:
             return jax.block_until_ready(jax.device_put(contents, self._pinned))
-        except jax.errors.JaxRuntimeError as error:  # no such memory left
+        except jax.errors.JaxRuntimeError as error:
             logger.warning("adapters stay in memory that is not pinned: %s", str(error).partition("\n")[0])
-            return contents
+            return None
 
     # Called by the engine's thread
 
@@ -195,17 +232,18 @@ class AdapterStore:
             )
         self._retired.discard(adapter.id)
         if known is not None and adapter.root is not None:
-            self._known[adapter.id] = dataclasses.replace(known, root=adapter.root, layout=adapter.layout)
+            self._known[adapter.id] = dataclasses.replace(known, root=adapter.root)
         if known is None:
-            self._check_fits(adapter.name, adapter.weights)
-            num_slots = adapter.weights.num_slots(self._slot_rank)
+            weights = adapter.weights
+            self._check_fits(adapter.name, weights)
+            num_slots = weights.num_slots(self._slot_rank)
+            assert adapter.root is not None or isinstance(weights, AdapterWeights)
             known = self._known[adapter.id] = KnownAdapter(
                 id=adapter.id,
                 name=adapter.name,
                 content_hash=adapter.content_hash,
                 root=adapter.root,
-                layout=adapter.layout,
-                weights=adapter.weights if adapter.root is None else None,
+                weights=weights if isinstance(weights, AdapterWeights) and adapter.root is None else None,
                 num_slots=num_slots,
                 num_bytes=num_slots * self._bytes_per_slot,
             )
@@ -268,7 +306,7 @@ class AdapterStore:
         unknown = set(self.host.resident) - self._known.keys()
         assert not unknown, f"host memory holds adapters that are not known: {unknown}"
 
-    def _check_fits(self, name: str, weights: AdapterWeights) -> None:
+    def _check_fits(self, name: str, weights: AdapterWeights | AdapterSummary) -> None:
         num_bytes = weights.num_slots(self._slot_rank) * self._bytes_per_slot
         if num_bytes > self.host.max_bytes:
             raise ValueError(
@@ -280,6 +318,11 @@ class AdapterStore:
 def not_loaded(adapter_id: str) -> UnknownModelError:
     """The error of a request for an adapter that is not there, or not any more."""
     return UnknownModelError(f"The adapter {adapter_name(adapter_id)!r} is not loaded.", param="adapter_mix")
+
+
+def _copy(array: np.ndarray) -> np.ndarray:
+    """A copy, made as bytes: numpy would hold Python's lock to copy a dtype that is not its own."""
+    return array.view(np.uint8).copy().view(array.dtype)
 
 
 def _pinned_memory() -> jax.sharding.Sharding | None:

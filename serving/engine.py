@@ -111,8 +111,8 @@ class Engine:
           implementations: of the ops; the default picks by backend and shape.
           buckets: sizes of the step programs; None picks them for this backend. Of use where few sizes will run.
           clock: seconds, the clock of `Request.arrival_s`.
-          loads_in_background: load adapters in threads, as a server must; else a step waits for what it loads, and
-            the same calls do the same things every time.
+          loads_in_background: load adapters in threads and processes, as a server must, until `close`; else a step
+            waits for what it loads, and the same calls do the same things every time.
 
         Raises:
           ValueError: If sizes do not fit the model or the device's memory, or a gated set's expert is missing.
@@ -130,6 +130,8 @@ class Engine:
         self._gates = build_gate_array(model.config, self.gated_sets, num_slots=num_slots)
         num_staging_slots = min(STAGING_SLOTS, config.adapter_slots)
         readers, copiers = thread_pools() if loads_in_background else (None, None)
+        if loads_in_background:
+            store.start_readers()
         self.loader = AdapterLoader(store, staging_slots=num_staging_slots, readers=readers, copiers=copiers)
         num_blocks = config.num_blocks or _blocks_that_fit(model, config, num_staging_slots)
         self.max_model_len = _max_model_len(model, config, num_blocks)
@@ -158,6 +160,11 @@ class Engine:
         self._detokenizers: dict[str, IncrementalDetokenizer] = {}
         self._is_idle = False  # the last step found nothing to run or to read
         self._num_reads = 0  # of the loader, as far as they are counted
+
+    def close(self) -> None:
+        """Ends the threads and processes that load adapters; no step may follow. May be called twice."""
+        self.loader.close()
+        self.store.close()
 
     # Start-up
 

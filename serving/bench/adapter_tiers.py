@@ -13,6 +13,7 @@ included, are told apart: the first are compared with the quiet ones, the second
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import shlex
@@ -312,8 +313,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         folders = write_adapters(Path(folder), config, options.held + options.stream, rank=options.rank)
         engine, ids = make_engine(options, folders)
-        ttft = measure_ttft(engine, ids, options)
-        jitter = measure_jitter(engine, ids, options)
+        with contextlib.closing(engine):
+            ttft = measure_ttft(engine, ids, options)
+            jitter = measure_jitter(engine, ids, options)
     result = {
         "command": shlex.join(["python", "-m", "serving.bench.adapter_tiers", *(arguments or sys.argv[1:])]),
         "commit": current_commit(),

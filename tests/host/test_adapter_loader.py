@@ -9,7 +9,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from checkpoints.peft_adapter import AdapterLayout
 from dymerge_jax.config import named_config
 from dymerge_jax.lora import AdapterWeights, ProjectionWeights, content_bytes
 from serving.adapter_loader import AdapterLoader
@@ -122,10 +121,9 @@ def test_a_failure_of_the_folder_of_before_is_none_of_an_adapter_added_anew() ->
     jobs = Jobs(store, staging_slots=4)
     weights = store.known("other").weights
     assert weights is not None
-    layout = AdapterLayout("hash", {})
-    adapter_id = store.add(StoredAdapter("a", Path("before"), weights, layout=layout))
+    adapter_id = store.add(StoredAdapter("a", Path("before"), weights))
     jobs.loader.update([adapter_id])
-    store.add(StoredAdapter("a", Path("now"), weights, layout=layout))
+    store.add(StoredAdapter("a", Path("now"), weights))
     jobs.reads.run(error=OSError("gone"))
     assert jobs.loader.collect() == {}
     jobs.loader.update([adapter_id])

@@ -21,7 +21,6 @@ from checkpoints.peft_adapter import (
     inspect_adapter,
     load_adapter,
     load_again,
-    load_with_layout,
 )
 from dymerge_jax.config import PROJECTIONS, named_config
 from dymerge_jax.lora import AdapterWeights, ProjectionWeights
@@ -90,22 +89,22 @@ def test_every_key_prefix_and_infix_names_the_same_adapter(write: WriteAdapter, 
     assert_same_weights(load_adapter(path, TINY), plain)
 
 
-def test_files_that_have_not_changed_are_read_again_without_the_checks_and_others_are_refused(
+def test_files_that_have_not_changed_are_read_again_without_a_look_at_the_weights_and_others_are_refused(
     write: WriteAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(dtype="bfloat16")
-    first, layout = load_with_layout(path, TINY)
+    first = load_adapter(path, TINY)
     with monkeypatch.context() as patch:
-        patch.setattr("checkpoints.peft_adapter.read_lora_config", lambda *_: 1 / 0)
-        again = load_again(path, layout)
+        patch.setattr("checkpoints.peft_adapter._is_finite", lambda _: 1 / 0)
+        again = load_again(path, TINY, first.content_hash)
     assert_same_weights(again, first)
     assert again.content_hash == first.content_hash
     write(dtype="bfloat16", alpha=9)
     with pytest.raises(CheckpointError, match=r"a has changed on disk since it was loaded; load it anew"):
-        load_again(path, layout)
+        load_again(path, TINY, first.content_hash)
     (path / "adapter_config.json").unlink()
     with pytest.raises(MissingFileError, match=r"holds no adapter_config\.json"):
-        load_again(path, layout)
+        load_again(path, TINY, first.content_hash)
 
 
 def assert_same_weights(actual: AdapterWeights, expected: AdapterWeights) -> None:
