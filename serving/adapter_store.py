@@ -16,7 +16,7 @@ from serving.adapter_ids import adapter_id, adapter_name
 from serving.adapter_reader import CutSettings, Slots
 from serving.errors import UnknownModelError
 from serving.host_cache import HostCache, default_host_bytes
-from serving.reader_processes import AdapterSummary, ReaderProcesses
+from serving.reader_processes import NUM_PROCESSES, AdapterSummary, ReaderProcesses
 
 __all__ = ["AdapterContents", "AdapterStore", "KnownAdapter", "StoredAdapter", "adapter_id", "adapter_name"]
 
@@ -124,11 +124,11 @@ class AdapterStore:
         self._retired: set[str] = set()  # known for the requests that have them, but not for new ones
         self._readers: ReaderProcesses | None = None
 
-    def start_readers(self) -> None:
-        """Has processes read adapters from now on, and threads until these have started; `close` ends them."""
+    def start_readers(self, count: int = NUM_PROCESSES) -> None:
+        """Has `count` processes read adapters as soon as they have started; `close` ends them."""
         if self._readers is None:
-            dtype = np.dtype(self._dtype).name
-            self._readers = ReaderProcesses(CutSettings(self._config, self._slot_rank, dtype, self._max_rank))
+            settings = CutSettings(self._config, self._slot_rank, np.dtype(self._dtype).name, self._max_rank)
+            self._readers = ReaderProcesses(settings, count)
 
     def close(self) -> None:
         """Ends the processes of `start_readers`, if there are any; may be called twice."""

@@ -26,7 +26,8 @@ from serving.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-NUM_PROCESSES = 3  # a mix of three is read at once; each keeps 30 MB and the slots of the largest adapter it has read
+NUM_PROCESSES = 3  # a mix of three is read at once; each keeps 40 MB, and twice the largest adapter that it has read
+_KEPT_BYTES = 1 << 28  # of a process between reads
 _MODULE = "serving.adapter_reader"
 _IMPORT_ROOT = Path(__file__).resolve().parents[1]  # of this project's packages
 
@@ -143,12 +144,9 @@ class ReaderProcesses:
     def _release(self, process: "_Process") -> None:
         with self._changed:
             self._busy.remove(process)
-            if not self._close.alive:
-                pass
-            elif process.has_ended:
-                self._forget(process)
-                self._start()
-            else:
+            if self._close.alive and process.has_ended:
+                self._replace(process)
+            elif self._close.alive:
                 self._free.append(process)
             self._changed.notify_all()
 
@@ -157,8 +155,7 @@ class ReaderProcesses:
         for process in [p for p in self._free if p.has_ended]:
             logger.warning("a process that reads adapters has ended: %s", process.ending)
             self._free.remove(process)
-            self._forget(process)
-            self._start()
+            self._replace(process)
         for process in [p for p in self._starting if p.has_news]:
             self._starting.remove(process)
             if process.take_answer() is not None:
@@ -175,6 +172,10 @@ class ReaderProcesses:
         else:
             self._all.add(process)
             self._starting.append(process)
+
+    def _replace(self, process: "_Process") -> None:
+        self._forget(process)
+        self._start()
 
     def _forget(self, process: "_Process") -> None:
         process.end()
@@ -258,7 +259,7 @@ class _Process:
         """Waits for the next answer; None if the process has ended."""
         line = self._answers.readline()
         if not line.endswith(b"\n"):
-            self._popen.wait()
+            self.end()
             return None
         return json.loads(line)
 
@@ -290,7 +291,7 @@ def _taken[T](
 
 
 def _end(processes: Iterable[_Process]) -> None:
-    for process in processes:
+    for process in tuple(processes):
         process.end()
 
 
@@ -302,6 +303,12 @@ def _memory_file() -> BinaryIO:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with the packages where they are here and without threads that would wait for a matrix."""
+    """This process's, with the packages from where they are here, and what makes reads cheap."""
     paths = [str(_IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"}
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OPENBLAS_NUM_THREADS": "1",  # nothing is multiplied
+        # glibc's: the memory of one read is kept for the next, not taken anew page by page (42 MB: 35 ms, not 52)
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES),
+    }
