@@ -19,9 +19,11 @@ from serving.adapter_store import AdapterContents, AdapterStore, KnownAdapter, S
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.errors import InvalidRequestError, UnknownModelError
+from serving.reader_processes import NUM_PROCESSES
 from serving.request import FinishReason, Mix, Request, RequestOutput, SamplingParams
 from tests.support.engines import run_to_end, token_ids
 from tests.support.manual_executor import ManualExecutor
+from tests.support.processes import is_running, wait_until
 from tests.support.tiny_checkpoints import write_adapter
 from tests.support.tiny_models import random_adapter, random_gated_set, tiny_model
 
@@ -325,6 +327,38 @@ def test_a_step_never_waits_for_a_load_and_a_base_request_goes_on(split, folders
     is_open.set()
     assert len(token_ids(run_to_end(engine)["a"])) == 6
     assert not engine.is_waiting_for_adapters
+
+
+def test_processes_read_for_a_server_and_end_with_its_engine(split, folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, engine = make_engine(split), make_engine(split, host_slots=2, in_background=True)
+    readers = engine.store._readers
+    assert readers is not None
+    wait_until(lambda: readers.num_started == NUM_PROCESSES)
+    wanted = [answer(plain, {add(plain, name, folders[name]): 1.0}) for name in "ab"]
+    monkeypatch.setattr("serving.adapter_store.load_adapter", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("serving.adapter_store.load_again", lambda *_, **__: 1 / 0)
+    ids = [add(engine, name, folders[name]) for name in "ab"]  # there is room for one of them
+    assert [answer(engine, {i: 1.0}) for i in ids * 2] == wanted * 2
+    assert engine.loader.num_reads == 2
+    (folders["a"] / "adapter_config.json").write_text("{}")
+    for name in "ab":  # out of slots, staging and host
+        engine.loader.drop(adapter_id := ids["ab".index(name)])
+        engine.store.host.remove(adapter_id)
+        if adapter_id in engine.slot_cache.resident:
+            engine.slot_cache.remove(adapter_id)
+    for i, adapter_id in enumerate(ids):
+        engine.add_request(request_of(str(i), {adapter_id: 1.0}))
+    outputs = run_to_end(engine)
+    assert outputs["0"][0].error == (
+        f"adapter 'a' could not be read: {folders['a']} has changed on disk since it was loaded; load it anew under "
+        "its name to use what is there now"
+    )
+    assert token_ids(outputs["1"]) == wanted[1]
+    pids = readers.pids
+    assert all(map(is_running, pids))
+    engine.close()
+    engine.close()
+    assert not any(map(is_running, pids))
 
 
 def test_an_idle_step_waits_for_the_load_and_not_longer(split, folders, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,31 +23,18 @@ from serving.adapter_reader import CutSettings, SlotMemory, error_fields, error_
 from serving.adapter_store import AdapterContents, AdapterStore
 from serving.errors import EngineError
 from serving.reader_processes import ReaderProcesses
+from tests.support.processes import PATIENCE_S, is_running, wait_until
 from tests.support.tiny_checkpoints import write_adapter
 
 CONFIG = named_config("tiny")
 SLOT_RANK = 4
 MAX_RANK = 16
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 60.0  # for what takes a second on a machine that is not busy
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    """False for one that is gone, or that only its parent has not asked about."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def make_store(dtype: str = "float32", *, count: int = 0, host_slots: int = 100, is_pinned: bool = False):
+def make_store(
+    dtype: str = "float32", *, count: int = 0, host_slots: int = 100, is_pinned: bool = False
+) -> AdapterStore:
     """A store with `count` processes that have started."""
     store = AdapterStore(
         CONFIG,
@@ -214,7 +200,6 @@ def test_memory_grows_and_views_of_before_stay_valid() -> None:
         assert [float(slot[1].max()) for slot in ours.slots(3)] == [2, 20, 21]
         grown[0][0][:] = 3
         assert values.min() == values.max() == 3
-        del values, scales, grown, values_there, scales_there
 
 
 def test_two_reads_at_once_have_a_process_each_and_an_idle_one_that_was_killed_is_replaced(
