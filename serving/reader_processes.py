@@ -64,7 +64,7 @@ class ReaderProcesses:
         """
         self._settings = settings
         self._changed = threading.Condition()
-        self._starting: list[_Process] = []  # these four are guarded by the condition
+        self._starting: list[_Process] = []  # these five are guarded by the condition
         self._free: list[_Process] = []
         self._busy: set[_Process] = set()
         self._has_warned = False
@@ -183,7 +183,7 @@ class ReaderProcesses:
 
     def _warn(self, reason: str) -> None:
         if not self._has_warned:
-            logger.warning("no process to read adapters could be started (%s); threads read them, beside steps", reason)
+            logger.warning("a process to read adapters did not start (%s); threads read where there is none", reason)
         self._has_warned = True
 
 

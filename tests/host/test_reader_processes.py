@@ -327,7 +327,7 @@ def test_without_processes_threads_read_and_one_line_says_so(
     assert_equal_bits(store.read("a", folder).contents, expected_contents(folder, "float32"))
     (line,) = [record.getMessage() for record in caplog.records]
     detail = "No such file" if reason == "no program" else "exit status 1"
-    assert line.startswith("no process to read adapters could be started (")
+    assert line.startswith("a process to read adapters did not start (")
     assert detail in line
     store.close()
 
