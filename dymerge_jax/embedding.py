@@ -141,5 +141,5 @@ def _cut(parts: Sequence[np.ndarray], num_rows: int) -> list[np.ndarray]:
 
 
 def num_embedding_layers(config: LlamaConfig) -> int:
-    """Layers that run: half of them, which finds phrasings that no example had best (10, 15, 20 of the demo's 30 tried)."""
+    """Layers that run: half, which finds phrasings that no example had best (of the demo's 30, 10 to 20 were tried)."""
     return -(-config.num_layers // 2)

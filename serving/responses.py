@@ -88,14 +88,14 @@ class AnswerFormat(abc.ABC):
         encoder: PromptEncoder,
         num_top_logprobs: int | None,
         *,
-        mixes: Mapping[int, Mapping[str, float]],
+        mixes: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
         self.answer_id = answer_id
         self.created = created
         self.model = model
         self.encoder = encoder
         self.num_top_logprobs = num_top_logprobs
-        self.mixes = mixes
+        self.mixes = mixes or {}
         self._frames: dict[int, tuple[bytes, bytes]] = {}  # by choice: what stands around the text of an event
 
     def chunk_event(self, choices: Sequence[dict[str, Any]], *, has_usage: bool) -> bytes:
@@ -155,9 +155,9 @@ class CompletionFormat(AnswerFormat):
         model: str,
         encoder: PromptEncoder,
         num_top_logprobs: int | None,
-        *,
-        mixes: Mapping[int, Mapping[str, float]],
         echoes: dict[int, str],
+        *,
+        mixes: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
         super().__init__(answer_id, created, model, encoder, num_top_logprobs, mixes=mixes)
         self.echoes = echoes

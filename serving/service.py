@@ -90,7 +90,7 @@ class OpenAIService:
         echoes = self._echoes(fields, prompts) if fields.echo else {}
         mixes = self._found_mixes(fields, requests)
         shapes = CompletionFormat(
-            *self._header(requests, fields), self.encoder, fields.num_top_logprobs, mixes=mixes, echoes=echoes
+            *self._header(requests, fields), self.encoder, fields.num_top_logprobs, echoes, mixes=mixes
         )
         return self._job(fields, requests, shapes, prompts)
 
