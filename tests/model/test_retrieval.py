@@ -22,6 +22,7 @@ from dymerge_jax.retrieval import (
     tokenized_pieces,
 )
 from tests.support import numpy_llama
+from tests.support.compiles import recorded_compiles
 from tests.support.tiny_checkpoints import write_tokenizer
 from tests.support.tiny_models import tiny_model
 
@@ -71,7 +72,9 @@ def test_a_vector_is_the_mean_state_of_a_rows_own_tokens_in_the_middle_of_the_mo
     sums = np.cumsum(np.ones(7))[:, None] * vectors
     for i, state in enumerate(np.diff(sums, axis=0, prepend=0)):
         root_mean_square = np.sqrt((state**2).mean())
-        np.testing.assert_allclose(state / root_mean_square, reference_state(model, [*PREFIX, *row[: i + 1]]), atol=1e-4)
+        np.testing.assert_allclose(
+            state / root_mean_square, reference_state(model, [*PREFIX, *row[: i + 1]]), atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 5, MAX_ROWS, MAX_ROWS + 1, 2 * MAX_ROWS + 3])
@@ -83,6 +86,13 @@ def test_a_row_has_the_same_vector_in_every_batch(
     assert vectors.shape == (num_rows, CONFIG.hidden)
     for row, vector in zip(rows, vectors, strict=True):
         np.testing.assert_allclose(vector, embedder([row])[0], atol=1e-5)
+
+
+def test_nothing_compiles_once_it_is_made(embedder: TokenEmbedder) -> None:
+    with recorded_compiles() as compiles:
+        for num_rows in range(1, MAX_ROWS + 1):
+            embedder.dispatch([[num_rows] * num_rows] * num_rows)
+    assert not compiles
 
 
 def test_no_rows_have_no_vectors_and_a_prefix_must_fit(model: SplitModel, embedder: TokenEmbedder) -> None:
@@ -115,7 +125,9 @@ def random_examples(rng: np.random.Generator, num_adapters: int, hidden: int = 1
     own = rng.normal(size=(num_adapters, hidden)).astype(np.float32) * 3
     return {
         f"a{i}": [
-            np.concatenate([own[i] + rng.normal(size=(1, hidden)), rng.normal(size=(int(n), hidden))]).astype(np.float32)
+            np.concatenate([own[i] + rng.normal(size=(1, hidden)), rng.normal(size=(int(n), hidden))]).astype(
+                np.float32
+            )
             for n in rng.integers(0, 3, 5)
         ]
         for i in range(num_adapters)
