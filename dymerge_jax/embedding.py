@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
+from tqdm import tqdm
 
 from dymerge_jax.attention import WholeSequences
 from dymerge_jax.config import LlamaConfig
@@ -128,16 +129,27 @@ class TokenEmbedder:
             stream = _layer(self._layer_structure, weights, stream, context)
         return _mean_states(stream, lengths, num_skipped=start)
 
-    def __call__(self, rows: Sequence[Sequence[int]]) -> Float[np.ndarray, "num_rows hidden"]:
-        """Vectors of any number of rows, in batches; waits for them."""
-        parts = [self.dispatch(rows[i : i + MAX_ROWS]) for i in range(0, len(rows), MAX_ROWS)]
-        found = [np.asarray(part) for part in parts]
-        return np.concatenate([np.zeros((0, self.hidden), np.float32), *_cut(found, len(rows))])
+    def __call__(
+        self, rows: Sequence[Sequence[int]], *, progress: bool = False
+    ) -> Float[np.ndarray, "num_rows hidden"]:
+        """Vectors of any number of rows, in batches; waits for them, with a progress bar if asked for."""
+        found = np.zeros((len(rows), self.hidden), np.float32)
+        before: tuple[int, Array] | None = None  # the batch that the device runs while the next one is made
+        starts = range(0, len(rows), MAX_ROWS)
+        for start in tqdm(starts, desc="embedding examples", unit="batch", disable=not progress):
+            batch = self.dispatch(rows[start : start + MAX_ROWS])
+            _keep(found, before)
+            before = start, batch
+        _keep(found, before)
+        return found
 
 
-def _cut(parts: Sequence[np.ndarray], num_rows: int) -> list[np.ndarray]:
-    """Without the padding of the last batch."""
-    return [part[: num_rows - i * MAX_ROWS] for i, part in enumerate(parts)]
+def _keep(found: Float[np.ndarray, "num_rows hidden"], batch: tuple[int, Array] | None) -> None:
+    """Reads a batch into its place, without its padding."""
+    if batch is not None:
+        start, vectors = batch
+        part = found[start : start + MAX_ROWS]
+        part[:] = np.asarray(vectors)[: len(part)]
 
 
 def num_embedding_layers(config: LlamaConfig) -> int:

@@ -82,7 +82,7 @@ class PromptIndex:
         self.embedder: TokenEmbedder = make_embedder(model, tokenizer)
         self.tokenizer = tokenizer
         self.given = dict(given)
-        self.vectors = example_vectors(self.embedder, tokenizer, examples)
+        self.vectors = example_vectors(self.embedder, tokenizer, examples, progress=True)
         self.scorer = Scorer.fit(self.vectors) if self.vectors else None
         logger.info(
             "retrieval: %d of %d adapters may be found, by %d examples; compiled and embedded in %.1f s",

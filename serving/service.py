@@ -164,7 +164,7 @@ class OpenAIService:
         if self._auto(fields) is None:
             return None
         assert self.retriever is not None
-        return await self.retriever.embed_prompts(texts())
+        return await self.retriever.embed_prompts(await asyncio.to_thread(texts))
 
     def _text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.encoder.decode(prompt, param="prompt")
