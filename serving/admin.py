@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.errors import CheckpointError, MissingFileError
+from dymerge_jax.example_lines import EXAMPLES_FILE
 from serving.adapter_roots import AdapterRoots
 from serving.async_engine import AsyncEngine, ReadAdapter
 from serving.errors import (
@@ -176,7 +177,7 @@ class Admin:
         folder = self._roots.find(lora_path)
         try:
             adapter = self._engine.engine.read_adapter(name, folder)
-            prompts = [] if self._retriever is None else read_folder_examples(folder)
+            prompts = self._examples(folder)
             self._roots.check_files(folder)
         except ServingError:
             raise
@@ -188,6 +189,13 @@ class Admin:
             reason = error.strerror or type(error).__name__
             raise InvalidRequestError(f"adapter {str(folder)!r} cannot be read: {reason}", param="lora_path") from error
         return adapter, prompts
+
+    def _examples(self, folder: Path) -> list[str]:
+        if self._retriever is not None:
+            return read_folder_examples(folder)
+        if (folder / EXAMPLES_FILE).exists():
+            logger.warning("%s is not used: retrieval is off, --retrieval turns it on", folder / EXAMPLES_FILE)
+        return []
 
     async def _add(self, adapter: ReadAdapter) -> None:
         try:

@@ -286,6 +286,7 @@ def no_candidates(param: str) -> InvalidRequestError:
     return InvalidRequestError(
         f'{param} asks for the adapters that fit the prompt ("{AUTO}"), but no adapter of this server has example '
         f'prompts; put a file {EXAMPLES_FILE} with lines such as {{"prompt": "..."}} into the folders of the adapters, '
-        "or give one for all by --retrieval-examples, and start the server again",
+        "or give one for all by --retrieval-examples, and start the server again; start it with --retrieval to load "
+        "such adapters later",
         param=param,
     )

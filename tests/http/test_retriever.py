@@ -3,8 +3,10 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -17,7 +19,8 @@ from serving.errors import EngineError, InvalidRequestError, OverloadedError, Un
 from serving.mixes import ModelRegistry, check_names, parse_adapter_mix
 from serving.queue_bound import QueueBound
 from serving.retrieval import Retriever
-from tests.http.conftest import make_entry
+from serving.server import ServerConfig
+from tests.http.conftest import make_entry, serving
 from tests.http.fake_engine import FakeEngine
 
 HIDDEN = 300
@@ -283,3 +286,31 @@ def test_models_list_auto_where_adapters_can_be_found(registry: ModelRegistry) -
     assert registry.cards(0, 1)[-1]["id"] != "auto"
     card = registry.cards(0, 1, has_auto=True)[-1]
     assert (card["id"], card["parent"]) == ("auto", "tiny")
+
+
+def test_a_server_without_an_index_refuses_auto_and_says_what_to_add(client: httpx.Client) -> None:
+    for fields, param in (({"adapter_mix": "auto"}, "adapter_mix"), ({"model": "auto:2"}, "model")):
+        response = client.post("/v1/completions", json={"prompt": "x"} | fields)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+        message = response.json()["error"]["message"]
+        assert "no adapter of this server has example prompts; put a file examples.jsonl" in message
+        assert "--retrieval-examples" in message
+    assert "auto" not in [card["id"] for card in client.get("/v1/models").json()["data"]]
+
+
+def test_examples_of_an_adapter_are_not_read_by_a_server_without_an_index(
+    engine: FakeEngine,
+    registry: ModelRegistry,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "weights").write_text("1")
+    (tmp_path / "new" / "examples.jsonl").write_text("no JSON")
+    config = ServerConfig(port=0, adapter_roots=(str(tmp_path),))
+    with serving(engine, registry, tokenizer, config) as url:
+        body = {"lora_name": "new", "lora_path": "new"}
+        assert httpx.post(f"{url}/v1/load_lora_adapter", json=body).status_code == 200
+    assert "examples.jsonl is not used: retrieval is off, --retrieval turns it on" in caplog.text
