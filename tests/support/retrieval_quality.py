@@ -19,7 +19,6 @@ import dymerge_jax.library
 from dymerge_jax.embedding import TokenEmbedder
 from dymerge_jax.library import Model
 from dymerge_jax.retrieval import RetrievalIndex, Scorer, embed_pieces, make_embedder, tokenized_pieces
-from tests.support.skill_data import HELD_OUT, WORDS
 
 # The phrasings of realmodel/skills.py beside this project.
 PHRASES = {
@@ -32,6 +31,21 @@ PHRASES = {
     "count": ("State how many.", "Count them first.", "Start with the number."),
     "sign": ("Sign it.", "Add your name.", "Close with a signature."),
 }
+_HELD_OUT = """
+anchor barrel canyon dagger eagle fossil grape harbor igloo jungle kettle lizard mango nutmeg oyster pepper quartz
+raven saddle tulip
+"""
+_WORDS = """
+lamp river stone apple chair table window garden bridge cloud mountain forest ocean island desert valley engine
+wheel hammer ladder bottle basket blanket pillow mirror carpet candle button pocket jacket shoe glove ring bread
+butter cheese honey sugar salt onion potato tomato carrot lemon cherry peach horse tiger monkey rabbit turtle snake
+spider bear wolf fox deer sheep goat cow duck piano guitar drum violin flute camera radio phone printer screen
+rocket planet moon star comet train truck boat bicycle doctor teacher farmer painter king queen castle tower school
+market museum road corner roof wall floor paper pencil book letter map clock watch bell knife fork spoon plate cup
+bowl towel soap brush needle thread chain key coin ticket flag ball puzzle robot feather leaf flower seed root
+branch rain snow wind storm fire smoke sand
+"""
+HELD_OUT, WORDS = tuple(_HELD_OUT.split()), tuple(_WORDS.split())
 PAIRS = tuple(itertools.combinations(PHRASES, 2))
 EXAMPLES_A_PHRASING = 4
 
