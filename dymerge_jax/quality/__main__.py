@@ -1,4 +1,4 @@
-"""`python -m dymerge_jax.quality data|train`: flags to arguments. No logic of its own."""
+"""`python -m dymerge_jax.quality data|train|run`: flags to arguments. No logic of its own."""
 
 import argparse
 import logging
@@ -6,12 +6,18 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dymerge_jax.quality.inventory import RunConfig
 
 _EXAMPLES = """examples:
   python -m dymerge_jax.quality data --skills reverse --num 800 --out reverse.jsonl
   python -m dymerge_jax.train adapter --data reverse.jsonl --out adapters/reverse --steps 100 --lr 2e-3
   python -m dymerge_jax.quality data --skills sign reverse --together --num 16 --out examples.jsonl
   python -m dymerge_jax.quality train --out trained --skills count bullets --no-gate --cotrained
+  python -m dymerge_jax.quality run --out quality --pairs sign+reverse --skills
+  python -m dymerge_jax.quality run --out quality --adapters trained/adapters
 """
 
 
@@ -46,6 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_data(commands)
     _add_train(commands)
+    _add_run(commands)
     return parser
 
 
@@ -162,6 +169,114 @@ def _train(options: argparse.Namespace) -> None:
     )
     for folder in train_all(config):
         print(folder)
+
+
+def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from dymerge_jax.quality import ways
+    from dymerge_jax.quality.inventory import RunConfig
+
+    defaults = RunConfig(Path())
+    parser = commands.add_parser(
+        "run",
+        help="measure every way to compose the adapters",
+        description="Asks questions of held-out words of every skill and pair, under every way to compose the\n"
+        "adapters, and writes quality.md, quality.json and (with matplotlib) two pictures.\n\n" + (ways.__doc__ or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def add(flag: str, kind: Callable[[str], object], default: object, metavar: str, text: str) -> None:
+        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: %(default)s)")
+
+    parser.add_argument(
+        "--adapters", type=Path, metavar="FOLDER",
+        help="an adapter for each skill, named after it (default: the demo's)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gated", type=Path, metavar="FOLDER",
+        help="gated sets over them (default: the folder gated beside that of the adapters, if there is one)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cotrained", type=Path, metavar="FOLDER",
+        help="co-trained adapters (default: the folder cotrained beside that of the adapters, if there is one)",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="must not exist")
+    add("--model", str, defaults.model, "PATH", "demo, a Hugging Face directory, a .gguf file or an Orbax store")
+    parser.add_argument(
+        "--skills", nargs="*", metavar="NAME",
+        help="single skills to measure; none for none (default: all that have an adapter)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pairs", nargs="*", metavar="A+B",
+        help="pairs of skills to measure; none for none (default: the twelve that rules can check, of those --skills)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ways", nargs="+", choices=ways.WAYS, metavar="WAY", help="see above (default: all that can be taken)"
+    )
+    parser.add_argument(
+        "--prompts", nargs="+", choices=("neutral", "instructed"), default=defaults.prompts,
+        help="whether they say what is wanted; both are measured apart (default: neutral instructed)",
+    )  # fmt: skip
+    add("--n", int, defaults.n, "N", "questions of each task and kind of prompts, the same for all ways")
+    add("--batch-size", int, defaults.batch_size, "N", "answers generated together, of all ways and tasks mixed")
+    add("--seed", int, defaults.seed, "N", "of the questions, the search and the merges")
+    add("--density", float, defaults.density, "D", "share of the numbers that the merges that prune keep")
+    add("--search-population", int, defaults.search.population, "N", "mixes that an iteration of the search tries")
+    add("--search-iterations", int, defaults.search.iterations, "N", "iterations of the search")
+    add("--search-l1", float, defaults.search.l1, "X", "what the mean |weight| costs, in nats a token")
+    add("--search-examples", int, defaults.search_examples, "N", "answered questions that the search is given")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"),
+        help="of the model (default: its own; for the demo float32 on a CPU, bfloat16 elsewhere)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quick", action="store_true",
+        help="a smoke test, whose numbers mean nothing: 4 questions, a search of 1 iteration with 2 examples",
+    )  # fmt: skip
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    from checkpoints.writing import new_folder
+    from dymerge_jax.quality.bench import run_benchmark
+    from dymerge_jax.quality.report import write_report
+
+    config = _run_config(options)
+    with new_folder(options.out) as folder:
+        tables = write_report(folder, config, run_benchmark(config))
+    print(tables)
+    print(options.out)
+
+
+def _run_config(options: argparse.Namespace) -> "RunConfig":
+    from dymerge_jax.compose.search import SearchConfig
+    from dymerge_jax.demo import demo_adapters_folder
+    from dymerge_jax.quality.inventory import RunConfig
+    from dymerge_jax.quality.training import COTRAINED, GATED
+    from dymerge_jax.quality.ways import parse_pair
+
+    adapters: Path = options.adapters or demo_adapters_folder()
+    beside = {name: adapters.resolve().parent / name for name in (GATED, COTRAINED)}
+    found = {name: path for name, path in beside.items() if path.is_dir() and any(path.iterdir())}
+    population, iterations = options.search_population, 1 if options.quick else options.search_iterations
+    return RunConfig(
+        adapters=adapters,
+        gated=options.gated or found.get(GATED),
+        cotrained=options.cotrained or found.get(COTRAINED),
+        model=options.model,
+        skills=None if options.skills is None else tuple(options.skills),
+        pairs=None if options.pairs is None else tuple(map(parse_pair, options.pairs)),
+        ways=None if options.ways is None else tuple(options.ways),
+        prompts=tuple(options.prompts),
+        n=min(options.n, 4) if options.quick else options.n,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        density=options.density,
+        search=SearchConfig(population, iterations, l1=options.search_l1, seed=options.seed),
+        search_examples=2 if options.quick else options.search_examples,
+        dtype=options.dtype,
+        progress=not options.quiet,
+    )
 
 
 if __name__ == "__main__":
