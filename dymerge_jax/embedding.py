@@ -113,7 +113,7 @@ class TokenEmbedder:
         """
         lens = [len(row) for row in rows]
         assert 0 < len(rows) <= MAX_ROWS, f"a batch has {len(rows)} rows"
-        assert 0 < min(lens), "a row has no token"
+        assert min(lens) > 0, "a row has no token"
         assert max(lens) <= self.row_len, f"a row has {max(lens)} tokens, expected at most {self.row_len}"
         num_rows = next(size for size in _NUM_ROWS if size >= len(rows))
         start = len(self._prefix)
@@ -141,5 +141,5 @@ def _cut(parts: Sequence[np.ndarray], num_rows: int) -> list[np.ndarray]:
 
 
 def num_embedding_layers(config: LlamaConfig) -> int:
-    """Layers that run. Half of them: on the demo model, for phrasings that no example had, better than 10 or 20 of 30."""
+    """Layers that run: half of them, which finds phrasings that no example had best (10, 15, 20 of the demo's 30 tried)."""
     return -(-config.num_layers // 2)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # what needs jax or transformers is imported once the flags a
     from checkpoints.loaded_model import LoadedModel
     from serving.engine import Engine
     from serving.mixes import ModelRegistry
+    from serving.retrieval import PromptIndex
     from serving.server import ServerConfig
 
 logger = logging.getLogger("dymerge_jax.serve")
@@ -68,7 +69,7 @@ def serve(options: argparse.Namespace) -> NoReturn:
     with _listen(server_config) as bound:
         try:
             parts = build(options, config)
-            run(*parts, server_config, bound)
+            run(*parts, server_config, bound, build_retrieval(options, *parts))
         except RuntimeError as error:  # jax's errors, of which one is no mistake of ours: memory is full
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -120,6 +121,28 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     return engine, loaded, registry
 
 
+def build_retrieval(
+    options: argparse.Namespace, engine: "Engine", loaded: "LoadedModel", registry: "ModelRegistry"
+) -> "PromptIndex | None":
+    """The index from which adapters are found for a prompt; None where no adapter has examples.
+
+    Raises:
+      ValueError, OSError: If a file of examples cannot be used, or names an adapter that there is not.
+    """
+    from dymerge_jax.example_lines import read_prompts_by_adapter
+    from serving.retrieval import build_index
+
+    given = {} if options.retrieval_examples is None else read_prompts_by_adapter(Path(options.retrieval_examples))
+    unknown = [name for name in given if name not in registry.adapters]
+    if unknown and not options.adapter_root:
+        raise ValueError(
+            f"--retrieval-examples {options.retrieval_examples} names {', '.join(map(repr, unknown[:10]))}, not "
+            "loaded; add --adapters"
+        )
+    folders = {name: Path(adapter.root) for name, adapter in registry.adapters.items()}
+    return build_index(loaded, engine.model, folders, given, is_wanted=options.retrieval)
+
+
 def keep_compiled_programs() -> None:
     """Lets the next start take its programs from a folder: JAX_COMPILATION_CACHE_DIR, or one below the user's caches.
 
@@ -136,6 +159,7 @@ def run(
     registry: "ModelRegistry",
     server_config: "ServerConfig",
     bound: socket.socket,
+    retrieval: "PromptIndex | None" = None,
 ) -> None:
     """Serves on a bound socket until it is stopped."""
     from serving.async_engine import AsyncEngine
@@ -143,6 +167,7 @@ def run(
     from serving.metrics import CONTENT_TYPE
     from serving.prompts import PromptEncoder
     from serving.queue_bound import QueueBound
+    from serving.retrieval import Retriever
     from serving.server import Server, create_app
 
     encoder = PromptEncoder(loaded.tokenizer, vocab=loaded.config.vocab, max_model_len=engine.max_model_len)
@@ -150,8 +175,9 @@ def run(
     queue_bound = QueueBound(server_config.max_waiting, lambda count: metrics.observe_refused("queue_full", count))
     async_engine = AsyncEngine(engine, queue_bound)
     hand_over_quickly()
+    retriever = None if retrieval is None else Retriever(retrieval, async_engine)
     app = create_app(
-        async_engine, registry, encoder, lambda: (metrics.render(), CONTENT_TYPE), server_config, metrics
+        async_engine, registry, encoder, lambda: (metrics.render(), CONTENT_TYPE), server_config, metrics, retriever
     )  # fmt: skip
     port = bound.getsockname()[1]
 
@@ -280,6 +306,19 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help='a JSON file of named mixes, {"legal-french": {"legal": 0.7, "french": 0.3}}, each of which requests may '
         "give as model (default: none)",
+    )
+    group.add_argument(
+        "--retrieval-examples",
+        metavar="FILE",
+        help='JSON lines {"adapter": "legal", "prompt": "..."}: what prompts for each adapter look like, from which '
+        '"adapter_mix": "auto" finds the adapters of a request; they count in place of the examples.jsonl in the '
+        "adapter's folder (default: those files alone)",
+    )
+    group.add_argument(
+        "--retrieval",
+        action=argparse.BooleanOptionalAction,
+        help="find adapters by example prompts; --retrieval also where only adapters that are loaded later over HTTP "
+        "have some, --no-retrieval never (default: if an adapter has some at the start)",
     )
     group.add_argument(
         "--adapter-root",
