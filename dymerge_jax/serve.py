@@ -90,7 +90,7 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     from checkpoints.formats import load_model
     from checkpoints.gated_set import load_gated_sets
     from checkpoints.peft_adapter import collect_adapters
-    from dymerge_jax.demo import demo_adapters
+    from dymerge_jax.demo import demo_adapters, demo_gated_sets
     from serving.admin import adapter_entry, read_mixes
     from serving.engine import build_engine
     from serving.mixes import GatedSetEntry, ModelRegistry, check_names
@@ -98,12 +98,12 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     is_demo = options.model == DEMO
     if config.dtype is None and is_demo:
         config = dataclasses.replace(config, dtype="float32" if jax.default_backend() == "cpu" else "bfloat16")
-    specs = options.adapters
-    if specs is None:
-        specs = [str(path) for path in demo_adapters()] if is_demo and config.adapter_slots else []
-    adapters = collect_adapters(specs)
+    specs, folders = options.adapters, options.gated_sets or []
+    if specs is None and is_demo and config.adapter_slots:
+        specs = [str(path) for path in demo_adapters()]
+        folders = folders or [str(path) for path in demo_gated_sets()]  # their experts are the demo's adapters
+    adapters = collect_adapters(specs or [])
     loaded = load_model(options.model, dtype=config.dtype, progress=True)
-    folders = options.gated_sets or []
     gated_sets, adapters = load_gated_sets(folders, loaded.config, adapters)
     base_name = options.served_model_name or loaded.name
     mixes = {} if options.mixes is None else read_mixes(Path(options.mixes), [name for name, _ in adapters])
@@ -299,7 +299,8 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--gated-sets",
         action="append",
         metavar="FOLDER",
-        help="a folder with gated_set.json and gate.safetensors; may be repeated (default: none)",
+        help="a folder with gated_set.json and gate.safetensors; may be repeated (default: the demo's with the demo "
+        "model and its adapters, none otherwise)",
     )
     group.add_argument(
         "--mixes",

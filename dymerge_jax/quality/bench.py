@@ -2,11 +2,11 @@
 
 import dataclasses
 import itertools
-import logging
 import time
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -19,8 +19,6 @@ from dymerge_jax.quality.materials import Materials, make_materials
 from dymerge_jax.quality.scores import Prompts, Result, Share, StreamRow, Task, result_of, stream_rows
 from dymerge_jax.quality.skills import EIGHT_SKILLS, TEST_WORDS, Question
 from dymerge_jax.quality.ways import PROMPT_WAYS, task_name
-
-_log = logging.getLogger(__name__)
 
 _MIN_NEW_TOKENS = 48  # of an answer; more if a right one has more
 _INSTRUCTED: dict[Prompts, float] = {"neutral": 0.0, "instructed": 1.0}
@@ -67,7 +65,9 @@ class Outcome:
       retrieval: see `Retrieval`; empty without the way.
       searches: by pair.
       inventory: what it ran on.
-      seconds: of the answers, compiling included; num_rows: how many there are.
+      seconds: of the answers, compiling included.
+      num_rows: how many answers there are.
+      batch_size: that were generated together.
       device, dtype: of the model.
     """
 
@@ -78,6 +78,7 @@ class Outcome:
     inventory: Inventory
     seconds: float
     num_rows: int
+    batch_size: int
     device: str
     dtype: str
 
@@ -92,7 +93,8 @@ def run_benchmark(config: RunConfig) -> Outcome:
     materials = make_materials(config, inventory)
     trials = _trials(config, inventory, materials)
     start_s = time.perf_counter()
-    answers = iter(_answers(config, materials.model, trials))
+    batch_size = config.batch_size or (32 if jax.default_backend() == "cpu" else 256)
+    answers = iter(_answers(config, materials.model, trials, batch_size))
     seconds = time.perf_counter() - start_s
     results = [
         result_of(t.task, t.way, t.prompts, t.questions, list(itertools.islice(answers, len(t.questions))))
@@ -107,6 +109,7 @@ def run_benchmark(config: RunConfig) -> Outcome:
         inventory,
         seconds,
         num_rows=sum(len(trial.questions) for trial in trials),
+        batch_size=batch_size,
         device=jax.devices()[0].device_kind,
         dtype=str(materials.model.split.dtype),
     )
@@ -130,14 +133,13 @@ def _trials(config: RunConfig, inventory: Inventory, materials: Materials) -> li
     return trials
 
 
-def _answers(config: RunConfig, model: Model, trials: Sequence[Trial]) -> list[str]:
+def _answers(config: RunConfig, model: Model, trials: Sequence[Trial], batch_size: int) -> list[str]:
     """The answers to all questions of all trials, greedy, in batches of one shape."""
     questions = [question for trial in trials for question in trial.questions]
     mixes = [mix for trial in trials for mix in trial.mixes]
     tokenizer = model.require_tokenizer()
-    longest = max(
-        len(tokenizer.encode(q.target, add_special_tokens=False)) for q in {q.target: q for q in questions}.values()
-    )
+    targets = {question.target for question in questions}
+    longest = max(len(tokenizer.encode(target, add_special_tokens=False)) for target in targets)
     generate = make_generate(model, max_new_tokens=max(_MIN_NEW_TOKENS, longest + 1))
     prompts = model.tokenize([question.prompt for question in questions])
     tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
@@ -145,9 +147,9 @@ def _answers(config: RunConfig, model: Model, trials: Sequence[Trial]) -> list[s
     order = np.random.default_rng(config.seed).permutation(len(questions))
     answers = [""] * len(questions)
     with tqdm(total=len(order), desc="answering", unit="answer", disable=not config.progress) as bar:
-        for ids in np.split(order, range(config.batch_size, len(order), config.batch_size)):
-            rows = np.resize(ids, config.batch_size)  # the last batch is filled up with rows that do not count
-            batch = Batch(tokens=jax.numpy.asarray(tokens[rows]), lengths=jax.numpy.asarray(lengths[rows]))
+        for ids in np.split(order, range(batch_size, len(order), batch_size)):
+            rows = np.resize(ids, batch_size)  # the last batch is filled up with rows that do not count
+            batch = Batch(tokens=jnp.asarray(tokens[rows]), lengths=jnp.asarray(lengths[rows]))
             texts = model.detokenize(generate(batch, model.mix([mixes[i] for i in rows])))
             for i, text in zip(ids, texts[: len(ids)], strict=True):
                 answers[i] = text

@@ -10,9 +10,9 @@ from checkpoints.gated_set import SET_FILE
 from checkpoints.loaded_model import ModelDtype
 from checkpoints.peft_adapter import collect_adapters
 from dymerge_jax.compose.search import SearchConfig, import_cma
+from dymerge_jax.example_lines import EXAMPLES_FILE
 from dymerge_jax.quality.scores import Prompts, Task
 from dymerge_jax.quality.skills import PAIRS, SHARED_SKILL, SKILLS, check_skills
-from dymerge_jax.quality.training import EXAMPLES_FILE
 from dymerge_jax.quality.ways import (
     ARROW,
     ECHO_WAY,
@@ -42,7 +42,7 @@ class RunConfig:
       ways: see `ways`; None for all that can be taken.
       prompts: kinds of prompts.
       n: questions for each task, way and kind of prompts.
-      batch_size: rows generated together; rows of all ways and tasks are mixed.
+      batch_size: answers generated together, of all ways and tasks mixed; None is 32 on a CPU and 256 elsewhere.
       seed: of the questions, the search and the merges.
       density: of the merges that prune.
       search: how weights are searched for.
@@ -60,7 +60,7 @@ class RunConfig:
     ways: tuple[str, ...] | None = None
     prompts: tuple[Prompts, ...] = ("neutral", "instructed")
     n: int = 64
-    batch_size: int = 32
+    batch_size: int | None = None
     seed: int = 0
     density: float = 0.5
     search: SearchConfig = SearchConfig()  # noqa: RUF009 (frozen)
@@ -70,7 +70,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for name in ("n", "batch_size", "search_examples"):
-            if getattr(self, name) < 1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         if not 0 < self.density <= 1:
             raise ValueError(f"density is {self.density}; expected a share above 0, at most 1")

@@ -1,7 +1,6 @@
 """Makes what the ways need: adapters in slots, searched weights, merged adapters, gated sets, an index of prompts."""
 
 import dataclasses
-import json
 import logging
 import tempfile
 from collections.abc import Mapping
@@ -10,20 +9,19 @@ from pathlib import Path
 from tqdm import tqdm
 
 from checkpoints.arrow import make_arrow
-from checkpoints.errors import CheckpointError
 from checkpoints.gated_set import load_gated_sets
 from checkpoints.peft_adapter import load_adapter
 from dymerge_jax.compose.batched_loss import BatchedCrossEntropy
 from dymerge_jax.compose.examples import Example, read_examples
 from dymerge_jax.compose.merge import merge_adapters
 from dymerge_jax.compose.search import SearchResult, search_weights
+from dymerge_jax.example_lines import EXAMPLES_FILE, read_prompts
 from dymerge_jax.library import Model, load
 from dymerge_jax.lora import AdapterWeights
 from dymerge_jax.quality.data import chat_line, draw_questions, write_lines
 from dymerge_jax.quality.inventory import Inventory, RunConfig
 from dymerge_jax.quality.scores import Task
 from dymerge_jax.quality.skills import SHARED_SKILL
-from dymerge_jax.quality.training import EXAMPLES_FILE
 from dymerge_jax.quality.ways import (
     ARROW,
     MERGED_WAYS,
@@ -35,7 +33,7 @@ from dymerge_jax.quality.ways import (
     merged_name,
     task_name,
 )
-from dymerge_jax.retrieval import RetrievalIndex
+from dymerge_jax.retrieval import MAX_EXAMPLES, RetrievalIndex
 
 _log = logging.getLogger(__name__)
 
@@ -133,17 +131,7 @@ def _examples(config: RunConfig, pair: Task, model: Model) -> list[Example]:
 
 
 def _index(inventory: Inventory, model: Model) -> RetrievalIndex:
-    examples = {name: _prompts(path / EXAMPLES_FILE) for name, path in inventory.adapters.items()}
+    examples = {
+        name: read_prompts(path / EXAMPLES_FILE, max_prompts=MAX_EXAMPLES) for name, path in inventory.adapters.items()
+    }
     return RetrievalIndex.build(model.split, model.require_tokenizer(), examples)
-
-
-def _prompts(path: Path) -> list[str]:
-    """The prompts in a file that `write_examples` wrote.
-
-    Raises:
-      CheckpointError: If a line is none.
-    """
-    try:
-        return [str(json.loads(line)["prompt"]) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f'{path} has a line that is not {{"prompt": "..."}} ({error!r})') from error

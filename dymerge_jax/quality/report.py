@@ -14,7 +14,7 @@ import numpy as np
 
 from dymerge_jax.quality.bench import Outcome
 from dymerge_jax.quality.inventory import RunConfig
-from dymerge_jax.quality.scores import Result, Task
+from dymerge_jax.quality.scores import Result, Task, total
 from dymerge_jax.quality.ways import task_name
 
 _log = logging.getLogger(__name__)
@@ -24,15 +24,14 @@ _CRITERIA = ("all", "content", "exact")
 
 
 def write_report(folder: Path, config: RunConfig, outcome: Outcome) -> str:
-    """Writes tables, JSON and pictures into an existing folder; returns the tables."""
-    tables = markdown(config, outcome)
-    (folder / TABLE_FILE).write_text(tables, encoding="utf-8")
+    """Writes tables, JSON and pictures into an existing folder; returns the short tables."""
+    (folder / TABLE_FILE).write_text(markdown(config, outcome), encoding="utf-8")
     (folder / JSON_FILE).write_text(json.dumps(as_json(config, outcome), indent=1) + "\n", encoding="utf-8")
     for num_skills, name in ((1, "skills"), (2, "pairs")):
         results = [result for result in outcome.results if len(result.task) == num_skills]
         if results:
             draw(results, folder / f"{name}.png", source=_source(outcome))
-    return tables
+    return markdown(config, outcome, has_details=False)
 
 
 def as_json(config: RunConfig, outcome: Outcome) -> dict[str, Any]:
@@ -47,6 +46,7 @@ def as_json(config: RunConfig, outcome: Outcome) -> dict[str, Any]:
         "jax": jax.__version__,
         "settings": settings,
         "num_rows": outcome.num_rows,
+        "batch_size": outcome.batch_size,
         "answering_s": outcome.seconds,
         "adapters": list(outcome.inventory.adapters),
         "cotrained": list(outcome.inventory.cotrained),
@@ -60,20 +60,27 @@ def as_json(config: RunConfig, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def markdown(config: RunConfig, outcome: Outcome) -> str:
-    """The tables."""
+def markdown(config: RunConfig, outcome: Outcome, *, has_details: bool = True) -> str:
+    """The tables.
+
+    Args:
+      config: what was asked for.
+      outcome: what was measured.
+      has_details: with a row for every task and way, which has the intervals and what each skill got.
+    """
     blocks = [
         "# Quality of composed adapters",
         f"{_source(outcome)}; model {config.model}; n = {config.n} for every number, held-out words, greedy, seed "
         f"{config.seed}; 95 % Wilson intervals in brackets. An answer counts if it shows all skills of the task by the "
         f"exact rules of dymerge_jax/quality/skills.py. {outcome.num_rows} answers in {outcome.seconds:.0f} s, in "
-        f"batches of {config.batch_size} rows of different mixes.",
+        f"batches of {outcome.batch_size} rows of different mixes.",
     ]
     for prompts in config.prompts:
         for num_skills, what in ((1, "Single skills"), (2, "Pairs")):
             results = [r for r in outcome.results if len(r.task) == num_skills and r.prompts == prompts]
             if results:
-                blocks += [f"## {what}, {prompts} prompts", _overview(results), _details(results)]
+                blocks += [f"## {what}, {prompts} prompts", _overview(results)]
+                blocks += [_details(results)] if has_details else []
     if outcome.stream:
         blocks += ["## A stream of mixed tasks, instructed prompts", _stream(outcome)]
     if outcome.retrieval:
@@ -114,6 +121,11 @@ def _stream(outcome: Outcome) -> str:
 
 def _retrieval(outcome: Outcome) -> str:
     rows = [[task_name(r.task), r.prompts, str(r.share), str(r.share.n)] for r in outcome.retrieval]
+    for num_skills, what in ((1, "all skills"), (2, "all pairs")):
+        for prompts in dict.fromkeys(r.prompts for r in outcome.retrieval):
+            shares = [r.share for r in outcome.retrieval if len(r.task) == num_skills and r.prompts == prompts]
+            if shares:
+                rows.append([what, prompts, str(total(shares)), str(total(shares).n)])
     return _table(["task", "prompts", "share", "n"], rows)
 
 
@@ -179,7 +191,7 @@ def draw(results: Sequence[Result], file: Path, *, source: str) -> bool:
             _points(axes, own, ways, prompts, offset, colour)
     for axes in grid.flat[len(tasks) :]:
         axes.set_visible(False)
-    grid.flat[0].legend(fontsize=8)
+    figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(file, dpi=120)
     return True
 

@@ -55,6 +55,12 @@ class Share:
         return {"num": self.num, "n": self.n, "share": self.value, "low": low, "high": high}
 
 
+def total(shares: Iterable[Share]) -> Share:
+    """All trials together."""
+    counts = [(share.num, share.n) for share in shares]
+    return Share(sum(num for num, _ in counts), sum(n for _, n in counts))
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """The answers to one task's questions, by one way.
@@ -133,10 +139,6 @@ def stream_rows(results: Iterable[Result], ways: Sequence[str], skills: Sequence
         own = [s for s in skills if (way, s) in found and ("single", s) in found]
         rows += [StreamRow(skill, way, found[way, skill], found["single", skill]) for skill in own]
         if own:
-            rows.append(StreamRow("all", way, _sum(rows[-len(own) :], "share"), _sum(rows[-len(own) :], "single")))
+            of_way = rows[-len(own) :]
+            rows.append(StreamRow("all", way, total(r.share for r in of_way), total(r.single for r in of_way)))
     return rows
-
-
-def _sum(rows: Sequence[StreamRow], field: Literal["share", "single"]) -> Share:
-    shares: list[Share] = [getattr(row, field) for row in rows]
-    return Share(sum(share.num for share in shares), sum(share.n for share in shares))

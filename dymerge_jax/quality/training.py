@@ -17,6 +17,7 @@ from typing import Literal
 
 from checkpoints.loaded_model import ModelDtype
 from dymerge_jax.config import PROJECTIONS
+from dymerge_jax.example_lines import EXAMPLES_FILE
 from dymerge_jax.gating import Granularity
 from dymerge_jax.quality.data import chat_line, cotraining_lines, draw_questions, prompt_line, write_lines
 from dymerge_jax.quality.skills import EIGHT_SKILLS, SHARED_SKILL, check_skills
@@ -34,7 +35,6 @@ _log = logging.getLogger(__name__)
 
 ADAPTERS, COTRAINED, GATED, DATA = "adapters", "cotrained", "gated", "data"
 GATED_SET = "demo-gated"
-EXAMPLES_FILE = "examples.jsonl"
 NUM_EXAMPLES = 24
 
 MATES: Mapping[str, tuple[str, ...]] = {
