@@ -37,10 +37,19 @@ def draw_questions(
     check_skills(name for names in skills for name in names)
     if num < 1:
         raise ValueError(f"num is {num}; expected at least 1")
-    if not 0 <= instructed <= 1:
-        raise ValueError(f"instructed is {instructed}; expected a share from 0 to 1")
+    check_share("instructed", instructed)
     rng = random.Random(f"{seed} {[list(names) for names in skills]}")
     return [draw_question(rng, skills[i % len(skills)], words=words, instructed=instructed) for i in range(num)]
+
+
+def check_share(name: str, value: float) -> None:
+    """Refuses what is no share.
+
+    Raises:
+      ValueError: Says what was given.
+    """
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}; expected a share from 0 to 1")
 
 
 def chat_line(question: Question) -> Line:

@@ -23,6 +23,7 @@ from dymerge_jax.quality.ways import (
     SKILL_WAYS,
     WAYS,
     cotrained_half,
+    task_name,
 )
 
 _log = logging.getLogger(__name__)
@@ -134,7 +135,10 @@ def take_inventory(config: RunConfig) -> Inventory:
         _log.warning("the way %s is left out: it %s", way, reason)
     ways = [way for way in config.ways or WAYS if way not in left_out]
     ways = [name for way in ways for name in ([f"{GATE}:{s}" for s in gated] if way == GATE else [way])]
-    return Inventory(adapters, cotrained, gated, tasks, ways, left_out)
+    inventory = Inventory(adapters, cotrained, gated, tasks, ways, left_out)
+    if not any(inventory.ways_of(task) for task in tasks):
+        raise ValueError(f"none of the ways {', '.join(ways)} is one for {', '.join(map(task_name, tasks))}")
+    return inventory
 
 
 def _skill_adapters(folder: Path) -> dict[str, Path]:

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax
 from tqdm import tqdm
 
 from checkpoints.arrow import make_arrow
@@ -36,8 +37,6 @@ from dymerge_jax.quality.ways import (
 from dymerge_jax.retrieval import MAX_EXAMPLES, RetrievalIndex
 
 _log = logging.getLogger(__name__)
-
-_SEARCH_TOKENS = 16384  # of a batch of the search, padding included
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,13 +105,15 @@ def _searches(config: RunConfig, inventory: Inventory, model: Model) -> dict[Tas
     examples = {pair: _examples(config, pair, model) for pair in inventory.pairs}
     num_tokens = max((len(example) for group in examples.values() for example in group), default=0)
     num_targets = max((len(example.target) for group in examples.values() for example in group), default=0)
+    # Of a batch, padding included: the logits of all its targets are in memory, 14 GB with 16384 tokens of the demo.
+    max_tokens = 4096 if jax.default_backend() == "cpu" else 16384
     results = {}
     for pair, group in tqdm(examples.items(), desc="searching", unit="pair", disable=not config.progress):
         cross_entropy = BatchedCrossEntropy(
             model,
             group,
             batch_mixes=config.search.population,
-            max_tokens=_SEARCH_TOKENS,
+            max_tokens=max_tokens,
             min_row_len=num_tokens,
             min_targets=num_targets,
         )

@@ -19,7 +19,7 @@ from checkpoints.loaded_model import ModelDtype
 from dymerge_jax.config import PROJECTIONS
 from dymerge_jax.example_lines import EXAMPLES_FILE
 from dymerge_jax.gating import Granularity
-from dymerge_jax.quality.data import chat_line, cotraining_lines, draw_questions, prompt_line, write_lines
+from dymerge_jax.quality.data import chat_line, check_share, cotraining_lines, draw_questions, prompt_line, write_lines
 from dymerge_jax.quality.skills import EIGHT_SKILLS, SHARED_SKILL, check_skills
 from dymerge_jax.train.commands import (
     AdapterJob,
@@ -95,6 +95,7 @@ class TrainingConfig:
         check_skills([*self.skills, *self.cotrained])
         if not self.skills:
             raise ValueError("no skill is given; expected at least one")
+        check_share("instructed", self.instructed)
         if unknown := [skill for skill in self.cotrained if not self.mates(skill)]:
             raise ValueError(
                 f"{', '.join(unknown)} cannot be co-trained without an adapter of one of its mates "
