@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,14 @@ from checkpoints.gated_set import save_gated_set
 from checkpoints.peft_adapter import load_adapter
 from dymerge_jax.config import named_config
 from dymerge_jax.example_lines import read_prompts
-from dymerge_jax.quality.__main__ import main
+from dymerge_jax.quality.__main__ import main, make_parser
 from dymerge_jax.quality.report import JSON_FILE, TABLE_FILE
 from dymerge_jax.quality.training import TrainingConfig, write_examples
 from dymerge_jax.quality.ways import MERGED_WAYS, PAIR_WAYS, SKILL_WAYS
 from tests.support.compiles import recorded_compiles
 from tests.support.tiny_checkpoints import write_adapter, write_tiny_llama
 
+ROOT = Path(__file__).parents[2]
 TINY = dataclasses.replace(named_config("tiny"), num_layers=1, eos_token_ids=(2,))
 
 
@@ -192,6 +195,13 @@ def test_wrong_flags_of_train_are_told_and_leave_nothing(
     assert main(["train", "--out", str(tmp_path / "out"), *flags]) == 1
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_the_commands_of_readme_are_commands() -> None:
+    commands = re.findall(r"python -m dymerge_jax\.quality (\w[^`\n]*)", (ROOT / "README.md").read_text())
+    assert {command.split()[0] for command in commands} == {"data", "train", "run"}
+    for command in commands:
+        make_parser().parse_args(shlex.split(command))
 
 
 def test_by_default_all_skills_are_trained() -> None:
