@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dymerge_jax.quality.skills import TRAIN_WORDS, Question, check_skills, draw_question
+from dymerge_jax.quality.skills import TRAIN_WORDS, Question, check_together, draw_question
 
 MATES_SHARE = 0.6
 """Of the samples of a co-trained adapter, how many have a mate."""
@@ -34,7 +34,8 @@ def draw_questions(
     Raises:
       ValueError: If a skill is unknown or a number out of its range.
     """
-    check_skills(name for names in skills for name in names)
+    for names in {tuple(names) for names in skills}:
+        check_together(names)
     if num < 1:
         raise ValueError(f"num is {num}; expected at least 1")
     check_share("instructed", instructed)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from checkpoints.errors import MissingFileError
+from checkpoints.files import read_json
 from checkpoints.gated_set import SET_FILE
 from checkpoints.loaded_model import ModelDtype
 from checkpoints.peft_adapter import collect_adapters
@@ -65,7 +66,7 @@ class RunConfig:
     seed: int = 0
     density: float = 0.5
     search: SearchConfig = SearchConfig()  # noqa: RUF009 (frozen)
-    search_examples: int = 16
+    search_examples: int = 8
     dtype: ModelDtype | None = None
     progress: bool = True
 
@@ -151,7 +152,8 @@ def _skill_adapters(folder: Path) -> dict[str, Path]:
 def _gated_sets(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         raise MissingFileError(f"{folder} does not exist or is no folder; expected a folder of gated sets")
-    return {file.parent.name: file.parent for file in sorted(folder.glob(f"*/{SET_FILE}"))}
+    files = sorted(folder.glob(f"*/{SET_FILE}"))
+    return {str(read_json(file).get("name") or file.parent.name): file.parent for file in files}
 
 
 def _tasks(config: RunConfig, adapters: Mapping[str, Path]) -> list[Task]:

@@ -157,6 +157,20 @@ def check_skills(names: Iterable[str]) -> None:
         raise ValueError(f"unknown skills: {', '.join(unknown)}; expected some of {', '.join(SKILLS)}")
 
 
+def check_together(names: Sequence[str]) -> None:
+    """Refuses skills that one answer cannot show.
+
+    Raises:
+      ValueError: If a name is unknown, or two act on the same thing, of which no rule says what both make.
+    """
+    check_skills(names)
+    for kind in _ORDER:
+        if len(same := [name for name in names if SKILLS[name].kind == kind]) > 1:
+            raise ValueError(
+                f"{' and '.join(same)} both act on the {kind}; expected skills that act on different things"
+            )
+
+
 def target(skills: Sequence[str], items: Sequence[str]) -> str:
     """The answer that shows all the skills."""
     words, text = tuple(items), None

@@ -178,7 +178,9 @@ def _adapter_job(config: TrainingConfig, skill: str) -> AdapterJob:
 
 def _cotraining_job(config: TrainingConfig, skill: str) -> AdapterJob:
     job = _job(config, config.out / COTRAINED / skill)
-    mates = tuple(NamedAdapter(mate, config.adapter(mate)) for mate in config.mates(skill))
+    # All that any skill has: each line of the data names the one that is active, and equal shapes compile once.
+    placed = dict.fromkeys(mate for cotrained in config.cotrained for mate in config.mates(cotrained))
+    mates = tuple(NamedAdapter(mate, config.adapter(mate)) for mate in placed)
     return AdapterJob(job, config.rank, config.alpha, PROJECTIONS, mates, config.save_dtype)
 
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dymerge_jax.compose.merge_maths import METHODS, MergeConfig, Method
 from dymerge_jax.library import MixSpec
 from dymerge_jax.quality.scores import Task
-from dymerge_jax.quality.skills import SHARED_SKILL, SKILLS, Question
+from dymerge_jax.quality.skills import SHARED_SKILL, SKILLS, Question, check_together
 from dymerge_jax.quality.training import MATES
 from dymerge_jax.retrieval import RetrievalIndex
 
@@ -62,11 +62,7 @@ def parse_pair(text: str) -> Task:
     names = tuple(text.split("+"))
     if len(names) != 2 or not {*names} <= {*SKILLS}:
         raise ValueError(f"pair {text!r} is unknown; expected two of {', '.join(SKILLS)}, such as sign+reverse")
-    if SKILLS[names[0]].kind == SKILLS[names[1]].kind:
-        raise ValueError(
-            f"pair {text!r} is of two skills that act on the {SKILLS[names[0]].kind}; expected two that act on "
-            "different things, for no rule says what both together make of it"
-        )
+    check_together(names)
     return names
 
 

@@ -156,7 +156,10 @@ def _of_the_loop(compiles: list[str]) -> list[str]:
     [
         (["--skills", "dance"], "unknown skills: dance; expected some of echo, reverse"),
         (["--skills", "upper"], "no adapter for upper in"),
-        (["--pairs", "sign+count"], "pair 'sign+count' is of two skills that act on the wrap"),
+        (
+            ["--pairs", "sign+count"],
+            "sign and count both act on the wrap; expected skills that act on different things",
+        ),
         (["--pairs", "upper+sign"], "no adapter for upper in"),
         (["--n", "0"], "n is 0; expected at least 1"),
         (["--batch-size", "0"], "batch_size is 0; expected at least 1"),

@@ -68,6 +68,7 @@ def test_most_samples_of_a_co_trained_adapter_have_a_mate_and_show_it() -> None:
     ("flags", "message"),
     [
         (["--skills", "dance"], "unknown skills: dance; expected some of echo, reverse"),
+        (["--skills", "json", "bullets", "--together"], "json and bullets both act on the layout"),
         (["--skills", "sign", "--num", "0"], "num is 0; expected at least 1"),
         (["--skills", "sign", "--instructed", "2"], "instructed is 2.0; expected a share from 0 to 1"),
     ],

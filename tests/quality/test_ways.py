@@ -1,5 +1,6 @@
 """What each way makes of a task, and what is there for it."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,8 +69,8 @@ def test_every_pair_has_a_half_that_is_co_trained_with_the_other() -> None:
     [
         ("sign", "pair 'sign' is unknown"),
         ("sign+dance", "pair 'sign\\+dance' is unknown; expected two of echo, reverse"),
-        ("sign+sign", "two skills that act on the wrap"),
-        ("json+bullets", "two skills that act on the layout"),
+        ("sign+sign", "sign and sign both act on the wrap; expected skills"),
+        ("json+bullets", "json and bullets both act on the layout"),
     ],
 )
 def test_a_pair_that_no_rule_can_check_is_refused(text: str, message: str) -> None:
@@ -95,6 +96,15 @@ def test_all_that_is_there_is_measured_and_what_is_not_is_told(tmp_path: Path) -
     assert inventory.ways_of(("sign",)) == ["base", "single", "retrieved", "arrow"]
     assert "merged-dare_ties" in inventory.ways_of(("sign", "reverse"))
     assert not {"single", "1/1-0.5echo", "gate"} & {*inventory.ways_of(("sign", "reverse"))}
+
+
+def test_a_gated_set_is_called_by_its_own_name(tmp_path: Path) -> None:
+    folder = adapters_folder(tmp_path / "adapters", "reverse", "sign")
+    for name, content in (("one", {"name": "skilled"}), ("two", {})):
+        (tmp_path / "gated" / name).mkdir(parents=True)
+        (tmp_path / "gated" / name / "gated_set.json").write_text(json.dumps(content))
+    inventory = take_inventory(RunConfig(folder, gated=tmp_path / "gated", ways=("gate",)))
+    assert list(inventory.ways) == ["gate:skilled", "gate:two"]
 
 
 def test_without_example_prompts_nothing_is_retrieved(tmp_path: Path) -> None:
