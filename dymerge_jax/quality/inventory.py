@@ -1,6 +1,7 @@
 """What a benchmark is asked for and what is there for it: adapters, gated sets, and the ways that they allow."""
 
 import dataclasses
+import importlib.util
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from checkpoints.files import read_json
 from checkpoints.gated_set import SET_FILE
 from checkpoints.loaded_model import ModelDtype
 from checkpoints.peft_adapter import collect_adapters
-from dymerge_jax.compose.search import SearchConfig, import_cma
+from dymerge_jax.compose.search import SearchConfig
 from dymerge_jax.example_lines import EXAMPLES_FILE
 from dymerge_jax.quality.scores import Prompts, Task
 from dymerge_jax.quality.skills import PAIRS, SHARED_SKILL, SKILLS, check_skills
@@ -178,14 +179,14 @@ def _left_out(adapters: Mapping[str, Path], cotrained: Mapping[str, Path], gated
     if SHARED_SKILL not in adapters:
         reasons[ECHO_WAY] = f"needs an adapter {SHARED_SKILL}"
     if len(adapters) < 2:
-        reasons |= dict.fromkeys((ARROW, "searched", RETRIEVED, RETRIEVED_1), "needs two adapters or more")
+        reasons |= dict.fromkeys(("searched", RETRIEVED, RETRIEVED_1), "needs two adapters or more")
     else:
-        try:
-            import_cma()
-        except ImportError as error:
-            reasons["searched"] = f"cannot be taken: {error}"
+        if importlib.util.find_spec("cma") is None:  # not imported, which takes seconds
+            reasons["searched"] = "needs the package cma: pip install 'dymerge-jax[compose]'"
         if without := [name for name, path in adapters.items() if not (path / EXAMPLES_FILE).is_file()]:
             reasons |= dict.fromkeys((RETRIEVED, RETRIEVED_1), f"needs {EXAMPLES_FILE} beside {', '.join(without)}")
+    if len({*adapters} - {SHARED_SKILL}) < 2:
+        reasons[ARROW] = f"needs two adapters or more beside {SHARED_SKILL}"
     if not cotrained:
         reasons["cotrained"] = "needs co-trained adapters"
     if not gated:

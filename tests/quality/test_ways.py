@@ -107,6 +107,14 @@ def test_a_gated_set_is_called_by_its_own_name(tmp_path: Path) -> None:
     assert list(inventory.ways) == ["gate:skilled", "gate:two"]
 
 
+def test_one_adapter_is_measured_alone(tmp_path: Path) -> None:
+    inventory = take_inventory(RunConfig(adapters_folder(tmp_path / "adapters", "sign")))
+    assert inventory.ways_of(("sign",)) == ["base", "single"]
+    assert {"searched", "retrieved", "arrow"} <= {*inventory.left_out}
+    (tmp_path / "more").mkdir()
+    assert "arrow" in take_inventory(RunConfig(adapters_folder(tmp_path / "more", "echo", "sign"))).left_out
+
+
 def test_without_example_prompts_nothing_is_retrieved(tmp_path: Path) -> None:
     folder = adapters_folder(tmp_path / "adapters", "reverse", "sign", has_examples=False)
     assert {"retrieved", "retrieved-1"} <= {*take_inventory(RunConfig(folder)).left_out}
