@@ -87,7 +87,7 @@ def test_a_wheel_carries_all_files_of_the_demo() -> None:
     patterns = project["tool"]["setuptools"]["package-data"]["dymerge_jax.demo"]
     carried = {file for pattern in patterns for file in folder.glob(pattern)}
     files = {file for part in ("adapters", "gated") for file in (folder / part).rglob("*") if file.is_file()}
-    assert files == carried
+    assert files == carried, "a wheel would not carry them: loss.png and losses.jsonl of a training do not belong here"
 
 
 @pytest.mark.slow
