@@ -90,7 +90,6 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     from checkpoints.formats import load_model
     from checkpoints.gated_set import load_gated_sets
     from checkpoints.peft_adapter import collect_adapters
-    from dymerge_jax.demo import demo_adapters
     from serving.admin import adapter_entry, read_mixes
     from serving.engine import build_engine
     from serving.mixes import GatedSetEntry, ModelRegistry, check_names
@@ -98,12 +97,9 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     is_demo = options.model == DEMO
     if config.dtype is None and is_demo:
         config = dataclasses.replace(config, dtype="float32" if jax.default_backend() == "cpu" else "bfloat16")
-    specs = options.adapters
-    if specs is None:
-        specs = [str(path) for path in demo_adapters()] if is_demo and config.adapter_slots else []
+    specs, folders = adapters_and_gated_sets(options, config)
     adapters = collect_adapters(specs)
     loaded = load_model(options.model, dtype=config.dtype, progress=True)
-    folders = options.gated_sets or []
     gated_sets, adapters = load_gated_sets(folders, loaded.config, adapters)
     base_name = options.served_model_name or loaded.name
     mixes = {} if options.mixes is None else read_mixes(Path(options.mixes), [name for name, _ in adapters])
@@ -141,6 +137,21 @@ def build_retrieval(
         )
     folders = {name: Path(adapter.root) for name, adapter in registry.adapters.items()}
     return build_index(loaded, engine.model, folders, given, is_wanted=options.retrieval)
+
+
+def adapters_and_gated_sets(options: argparse.Namespace, config: EngineConfig) -> tuple[list[str], list[str]]:
+    """What is given, or the demo's own with the demo model.
+
+    Returns:
+      Adapters, as `collect_adapters` takes them; folders of gated sets.
+    """
+    from dymerge_jax.demo import demo_adapters, demo_gated_sets
+
+    specs, folders = options.adapters, options.gated_sets or []
+    if specs is not None or options.model != DEMO or not config.adapter_slots:
+        return specs or [], folders
+    # The experts of its gated sets are its adapters: with others they would be loaded beside them, unasked.
+    return [str(path) for path in demo_adapters()], folders or [str(path) for path in demo_gated_sets()]
 
 
 def keep_compiled_programs() -> None:
@@ -299,7 +310,8 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--gated-sets",
         action="append",
         metavar="FOLDER",
-        help="a folder with gated_set.json and gate.safetensors; may be repeated (default: none)",
+        help="a folder with gated_set.json and gate.safetensors; may be repeated (default: the demo's with the demo "
+        "model and its adapters, none otherwise)",
     )
     group.add_argument(
         "--mixes",
