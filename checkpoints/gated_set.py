@@ -82,6 +82,7 @@ def save_gated_set(
     renormalize: bool,
     is_absolute: bool = False,
     temperature: float = 1.0,
+    name: str | None = None,
 ) -> None:
     """Writes the two files of a gated set into an existing folder.
 
@@ -91,12 +92,15 @@ def save_gated_set(
       gates: [num_experts, in_features] by (layer, "layer" or projection), not divided by the temperature.
       top_k, renormalize, is_absolute: see `GatedSetWeights`.
       temperature: divides the logits.
+      name: what a request calls it; None is the folder's name.
     """
     sites = {site for _, site in gates}
     content: dict[str, Any] = {"experts": list(experts), "granularity": "layer" if sites == {"layer"} else "projection"}
     if "layer" not in sites:
         content["projections"] = [name for name in PROJECTIONS if name in sites]
     content |= {"top_k": top_k, "renormalize": renormalize, "absolute": is_absolute, "temperature": temperature}
+    if name is not None:
+        content["name"] = name
     save_file({_gate_key(site): np.ascontiguousarray(gate) for site, gate in gates.items()}, path / GATE_FILE)
     write_json(path / SET_FILE, content)
 

@@ -314,7 +314,7 @@ def train_gate(gate_job: GateJob, on_step: OnStep | None = None, *, base: Base |
         # From where the folder will be: it is written elsewhere and renamed.
         paths = [os.path.relpath(e.folder.resolve(), job.out.resolve()) for e in gate_job.experts]
         made = gated_set(trained, described)
-        save_gated_set(folder, paths, made.gates, top_k=made.top_k, renormalize=made.renormalize)
+        save_gated_set(folder, paths, made.gates, top_k=made.top_k, renormalize=made.renormalize, name=gate_job.name)
 
     return _run(job, inputs, plan, settings, loss, gates, placed, write, on_step)
 
