@@ -273,7 +273,8 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--gated-sets",
         action="append",
         metavar="FOLDER",
-        help="a folder with gated_set.json and gate.safetensors; may be repeated (default: none)",
+        help="a folder with gated_set.json and gate.safetensors; may be repeated; one of kind xlora doubles the "
+        "programs to compile, and its requests' KV blocks (default: none)",
     )
     group.add_argument(
         "--mixes",
