@@ -144,7 +144,7 @@ def classifier_problems(
     width = first.shape[0] if first is not None and first.shape else 0
     sizes = [num_in, *[width] * (len(keys) - 1), num_out]
     expected = {}
-    for (weight, bias), fan_in, fan_out in zip(keys, sizes, sizes[1:], strict=True):
+    for (weight, bias), fan_in, fan_out in zip(keys, sizes[:-1], sizes[1:], strict=True):
         expected |= {weight: (fan_out, fan_in), bias: (fan_out,)}
     return [*tensor_problems(header, expected), *dtype_problems(header)]
 

@@ -223,14 +223,14 @@ def _set_weights(
     rule, x = classifier.rule, hidden.astype(jnp.float32)
     for i, (weight, bias) in enumerate(zip(classifier.weights, classifier.biases, strict=True)):
         x = jax.nn.relu(x) if i else x
-        x = jnp.einsum("ti,oi->to", x, weight, precision=jax.lax.Precision.HIGHEST) + bias
+        x = jnp.einsum("ti,oi->to", x, weight, precision=jax.lax.Precision.HIGHEST) + bias[None]
     weights = x.reshape(x.shape[0], -1, classifier.num_experts)
     if rule.softmax:
         weights = jax.nn.softmax(weights / rule.temperature, axis=-1)
     if rule.top_k is not None and rule.top_k < classifier.num_experts:
         _, kept = jax.lax.top_k(weights, rule.top_k)
         expert = jnp.arange(classifier.num_experts, dtype=jnp.int32)
-        weights = jnp.where((kept[..., :, None] == expert).any(-2), weights, 0.0)
+        weights = jnp.where((kept[..., None] == expert[None, None, None]).any(-2), weights, 0.0)
     if rule.softmax_of_kept:
         is_kept = weights != 0
         weights = jnp.where(is_kept, jax.nn.softmax(jnp.where(is_kept, weights, -jnp.inf), axis=-1), 0.0)
