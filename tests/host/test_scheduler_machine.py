@@ -5,6 +5,7 @@ hard bound of LAG, and at the end that each request computed positions 0..n once
 """
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from serving.policies import Fifo, Lag, LeastFirst, Random
 from serving.request import Phase, Request
-from tests.support.host import FakeEngine, check_finished, make_request, make_scheduler
+from tests.support.host import XLORA, FakeEngine, check_finished, make_request, make_scheduler
 
 POLICIES = st.sampled_from(["lag", "lag", "theta-0", "fifo", "random", "least-first"])
 SLOTS_BY_ADAPTER = {"a": 1, "b": 1, "c": 1, "d": 2, "e": 3}
@@ -52,10 +53,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_after=st.integers(1, 12),
         wait_s=st.sampled_from([0.0, 0.1, 0.5]),
         family=st.sampled_from(["", "x/", "x/", "y/"]),
+        gated_set=st.sampled_from([None, None, XLORA]),
     )
-    def add(self, adapters: str, num_prompt: int, max_tokens: int, stop_after: int, wait_s: float, family: str) -> None:
+    def add(
+        self,
+        adapters: str,
+        num_prompt: int,
+        max_tokens: int,
+        stop_after: int,
+        wait_s: float,
+        family: str,
+        gated_set: str | None,
+    ) -> None:
         name = f"{family}r{len(self.requests)}"
-        size = {"num_prompt": num_prompt, "max_tokens": max_tokens}
+        if gated_set is not None:  # fits twice into the fewest blocks
+            num_prompt, max_tokens = -(-num_prompt // 3), -(-max_tokens // 3)
+        size: dict[str, Any] = {"num_prompt": num_prompt, "max_tokens": max_tokens, "gated_set": gated_set}
         # It may have come some time before the engine sees it.
         request = make_request(name, *adapters, arrival_s=self.now_s - wait_s, **size)
         self.requests.append(request)
@@ -109,7 +122,9 @@ def test_a_random_workload_with_aborts_and_preemptions_runs_to_completion(seed: 
     engine, requests = FakeEngine(scheduler), []
     for i in range(60):
         adapters = draw.choice(["", "a", "b", "c", "ab", "abc", "d", "ad", "e"])
-        size = {"num_prompt": draw.randrange(1, 30), "max_tokens": draw.randrange(1, 30)}
+        size: dict[str, Any] = {"num_prompt": draw.randrange(1, 30), "max_tokens": draw.randrange(1, 30)}
+        if i % 4 == 1:
+            size = {"num_prompt": draw.randrange(1, 20), "max_tokens": draw.randrange(1, 20), "gated_set": XLORA}
         requests.append(make_request(f"r{i}", *adapters, arrival_s=i * 0.05, **size))
         engine.stop_after[f"r{i}"] = draw.randrange(1, 40)
         scheduler.add(requests[-1])

@@ -145,7 +145,6 @@ def test_importing_from_the_command_line(
     [
         ({"peft_type": "MIXLORA"}, "after their SwiGLU"),
         ({"routing_strategy": "mixlora-dynamic"}, "no weighted sum of LoRA deltas"),
-        ({"peft_type": "XLORA"}, "second pass without adapters"),
         ({"peft_type": "LORA"}, "make-arrow"),
         ({"peft_type": "IA3"}, "has peft_type 'IA3'; families that can be imported are MOLA and LORAMOE"),
         ({"peft_type": ["MOLA"]}, r"has peft_type \['MOLA'\]"),
