@@ -9,7 +9,6 @@ the order of the classifier's outputs; without it, one weight an expert serves a
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ MAX_DEPTH = 64
 
 _RULE_FIELDS = ("softmax", "temperature", "top_k", "softmax_of_kept", "global_weight", "pass_value")
 _FIELDS = ("kind", "name", "experts", "sites", *_RULE_FIELDS)
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _SITE = re.compile(rf"layers\.(\d{{1,6}})\.({'|'.join(PROJECTIONS)})")
 
 Layers = Sequence[tuple[np.ndarray, np.ndarray]]
@@ -92,7 +92,7 @@ def rule_problems(values: Mapping[str, Any], num_experts: int, names: Mapping[st
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(np.float32(value))
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_FLOAT32
 
 
 def read_xlora_set(

@@ -189,7 +189,7 @@ def test_a_request_of_the_greatest_length_fits_into_both_caches(split, adapters,
     assert len(answer) == 12
     with pytest.raises(InvalidRequestError, match="share the limit of 32 tokens"):
         engine.add_request(make_request(engine, "long", PROMPT[:32], "xlora"))
-    with pytest.raises(ValueError, match="holds 32 tokens .17 blocks of 4, in two caches for X-LoRA"):
+    with pytest.raises(ValueError, match=r"holds 32 tokens .17 blocks of 4, in two caches for X-LoRA"):
         make_engine(split, adapters, sets, buckets=BUCKETS, num_blocks=17, max_model_len=33, max_num_seqs=6)
     with pytest.raises(ValueError, match="X-LoRA needs one in each of 2 caches; raise --num-blocks"):
         make_engine(split, adapters, sets, buckets=BUCKETS, num_blocks=1, max_model_len=None, max_num_seqs=6)

@@ -15,8 +15,8 @@ from dymerge_jax.kv_cache import empty_cache
 from dymerge_jax.lora import empty_slots
 from dymerge_jax.model import abstract_model
 from dymerge_jax.step import StepTables, forward_step, sample_step, split_weights
-from dymerge_jax.xlora import build_xlora_array
 from dymerge_jax.step_batch import NUM_SEQ_FIELDS, packed_len, packed_rows
+from dymerge_jax.xlora import build_xlora_array
 from tests.support.aot_h200 import H200, h200_target
 from tests.support.tiny_models import random_gated_set, random_xlora_set
 
@@ -56,11 +56,11 @@ def compile_step(
     rows = jnp.asarray(packed_rows(NUM_ROWS, NUM_SLOTS).array)
     tables = StepTables(slots, gates, rows, block_tables := jnp.zeros((NUM_ROWS, NUM_BLOCKS // 8), jnp.int32))
     if xlora:
-        sets = [
+        xlora_sets = [
             random_xlora_set(config, "x", "abcdefgh", seed=0, depth=2, top_k=2),
             random_xlora_set(config, "p", "abc", seed=1, is_layerwise=True, pass_value=0.5),
         ]
-        array = jax.eval_shape(lambda: build_xlora_array(sets, num_slots=NUM_SLOTS))
+        array = jax.eval_shape(lambda: build_xlora_array(xlora_sets, num_slots=NUM_SLOTS))
         tables = dataclasses.replace(tables, xlora=array, scaling_tables=block_tables)
     structure, weights = split_weights(model.graph, model.state)
     step = functools.partial(forward_step, structure, num_seqs=num_seqs)

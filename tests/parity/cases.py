@@ -5,6 +5,7 @@ The writers here are the reference's own, on purpose: they do not share code wit
 """
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -314,7 +315,7 @@ def write_xlora(path: Path, case: XLoraCase, adapters: str) -> Path:
     rng = np.random.default_rng(case.seed)
     sizes = [HIDDEN, *[size] * (depth - 1), num_out]
     tensors = {}
-    for i, (fan_in, fan_out) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
         key = f"base_model.internal_xlora_classifier.layers.{stride * i}"
         tensors[f"{key}.weight"] = _normal(rng, (fan_out, fan_in), 1.5 * fan_in**-0.5)
         tensors[f"{key}.bias"] = _normal(rng, (fan_out,), 0.3)

@@ -51,7 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases.GOLDENS.mkdir(exist_ok=True)
     is_equal = True
     makers = {name: functools.partial(tiny_golden, model) for name, model in cases.TINY_MODELS.items()}
-    makers |= {"arrow": arrow_golden, "xlora": xlora_golden, "rope": rope_golden, "merge": merge_golden, "demo": demo_golden}
+    makers |= {
+        "arrow": arrow_golden,
+        "xlora": xlora_golden,
+        "rope": rope_golden,
+        "merge": merge_golden,
+        "demo": demo_golden,
+    }
     for name, make in makers.items():
         start = time.monotonic()
         golden = make()

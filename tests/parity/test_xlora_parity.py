@@ -3,6 +3,7 @@
 Ours are made with two KV caches: all at once, and as the engine makes them, in prefill chunks and token by token.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from dymerge_jax.library import pad_batch
 from dymerge_jax.step import StepTables, forward_step, split_weights
 from dymerge_jax.step_batch import packed_batch, packed_rows
 from tests.parity import cases
-from tests.support.engines import generate, make_engine
+from tests.support.engines import generate, make_engine, make_request, run_to_end, token_ids
 
 PROMPT = cases.xlora_prompt()
 GOLDEN = np.load(cases.GOLDENS / "xlora.npz")
@@ -26,20 +27,27 @@ TOLERANCE = 1e-3
 BLOCK_SIZE, NUM_BLOCKS = 4, 24
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> dm.Model:
-    """The model with every case as a gated set."""
-    root = tmp_path_factory.mktemp("xlora")
-    folder = cases.write_tiny_model(root / "model", cases.TINY_MODELS[cases.XLORA_MODEL])
+def imported(root: Path, names: Iterable[str]) -> list[Path]:
+    """Imports cases; the folders of the gated sets."""
     cases.write_tiny_adapters(root / "adapters")
     cases.write_arrow_adapters(root / "adapters")
-    for name, case in cases.XLORA_CASES.items():
-        source = cases.write_xlora(root / "source" / name, case, "../../adapters")
+    for name in names:
+        source = cases.write_xlora(root / "source" / name, cases.XLORA_CASES[name], "../../adapters")
         assert main(["import-gated", str(source), "--out", str(root / name)]) == 0
-    sets = [root / name for name in cases.XLORA_CASES]
-    return dm.load(
-        folder, adapters=[], gated_sets=sets, dtype="float32", adapter_slots=24, slot_rank=4, progress=False
-    )
+    return [root / name for name in names]
+
+
+def load(root: Path, names: Iterable[str]) -> dm.Model:
+    """The model with cases as gated sets."""
+    folder = cases.write_tiny_model(root / "model", cases.TINY_MODELS[cases.XLORA_MODEL])
+    sets = imported(root, names)
+    return dm.load(folder, adapters=[], gated_sets=sets, dtype="float32", adapter_slots=24, slot_rank=4, progress=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> dm.Model:
+    """With every case."""
+    return load(tmp_path_factory.mktemp("xlora"), cases.XLORA_CASES)
 
 
 def sequence(name: str) -> list[int]:
@@ -47,6 +55,15 @@ def sequence(name: str) -> list[int]:
     return [*PROMPT, *GOLDEN[f"{name}.tokens"].tolist()]
 
 
+def test_logits_equal_those_of_peft(tmp_path: Path) -> None:
+    names = ["layerwise", "scaling_pass"]
+    small = load(tmp_path, names)
+    logits = np.asarray(small.logits(pad_batch([sequence(name) for name in names]), small.mix(names)))
+    for row, name in enumerate(names):
+        np.testing.assert_allclose(logits[row], GOLDEN[f"{name}.logits"], rtol=0, atol=TOLERANCE, err_msg=name)
+
+
+@pytest.mark.slow
 def test_logits_and_greedy_tokens_of_one_batch_of_all_cases_equal_those_of_peft(model: dm.Model) -> None:
     names = list(cases.XLORA_CASES)
     logits = np.asarray(model.logits(pad_batch([sequence(name) for name in names]), model.mix(names)))
@@ -60,9 +77,8 @@ def test_logits_and_greedy_tokens_of_one_batch_of_all_cases_equal_those_of_peft(
     np.testing.assert_array_equal(np.asarray(generated.tokens), np.stack([GOLDEN[f"{n}.tokens"] for n in names]))
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "scaling_pass" else pytest.param(n, marks=pytest.mark.slow) for n in cases.XLORA_CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cases.XLORA_CASES)
 def test_logits_of_chunks_and_decode_steps_equal_those_of_peft(model: dm.Model, name: str) -> None:
     split, tokens = model.split, sequence(name)
     structure, weights = split_weights(split.graph, split.state)
@@ -87,15 +103,13 @@ def test_logits_of_chunks_and_decode_steps_equal_those_of_peft(model: dm.Model, 
 
 @pytest.mark.slow
 def test_an_engine_gives_the_greedy_tokens_of_peft_alone_and_in_one_batch(model: dm.Model, tmp_path: Path) -> None:
-    cases.write_tiny_adapters(tmp_path / "adapters")
-    cases.write_arrow_adapters(tmp_path / "adapters")
-    for name, case in cases.XLORA_CASES.items():
-        source = cases.write_xlora(tmp_path / "source" / name, case, "../../adapters")
-        assert main(["import-gated", str(source), "--out", str(tmp_path / name)]) == 0
-    folders = [tmp_path / name for name in cases.XLORA_CASES]
-    sets, sources = load_gated_sets(folders, model.config, [])
+    sets, sources = load_gated_sets(imported(tmp_path, cases.XLORA_CASES), model.config, [])
     adapters = {name: load_adapter(folder, model.config) for name, folder in sources}
     engine = make_engine(model.split, adapters, sets, adapter_slots=24, max_num_batched_tokens=8)
     for name in cases.XLORA_CASES:
         tokens = generate(engine, PROMPT, name, max_tokens=cases.XLORA_GREEDY)
         np.testing.assert_array_equal(tokens, GOLDEN[f"{name}.tokens"], err_msg=name)
+    for name in cases.XLORA_CASES:
+        engine.add_request(make_request(engine, name, PROMPT, name, max_tokens=cases.XLORA_GREEDY))
+    for name, outputs in run_to_end(engine).items():
+        np.testing.assert_array_equal(token_ids(outputs), GOLDEN[f"{name}.tokens"], err_msg=name)

@@ -19,23 +19,22 @@ XLORA = "xlora"
 
 
 def make_request(
-    request_id: str,
-    *adapters: str,
-    num_prompt: int = 4,
-    max_tokens: int = 4,
-    arrival_s: float = 0.0,
-    gated_set: str | None = None,
+    request_id: str, *adapters: str, num_prompt: int = 4, max_tokens: int = 4, arrival_s: float = 0.0
 ) -> Request:
-    """A request with weight 1 on each adapter, or a gated set of them; its tokens are those of `expected_token`."""
-    entries = () if gated_set else tuple((adapter_id, 1.0) for adapter_id in adapters)
+    """A request with weight 1 on each adapter, whose tokens are those of `expected_token`."""
     return Request(
         request_id=request_id,
         prompt_token_ids=[expected_token(request_id, position) for position in range(num_prompt)],
         sampling=SamplingParams(max_tokens=max_tokens),
-        mix=Mix(entries, gated_set),
+        mix=Mix(tuple((adapter_id, 1.0) for adapter_id in adapters)),
         adapters=adapters,
         arrival_s=arrival_s,
     )
+
+
+def with_two_caches(request: Request) -> Request:
+    """The same request with an X-LoRA set of its adapters; not added to a scheduler yet."""
+    return dataclasses.replace(request, mix=Mix(gated_set=XLORA))
 
 
 def make_scheduler(
@@ -81,7 +80,13 @@ def expected_token(request_id: str, position: int) -> int:
 def expected_kv(request: Request, position: int, cache: int) -> tuple[object, ...]:
     """What a position's keys and values depend on: mix, cache, place and all tokens up to it, which the first one and
     this one tell."""
-    return request.mix, cache, position, expected_token(request.request_id, 0), expected_token(request.request_id, position)
+    return (
+        request.mix,
+        cache,
+        position,
+        expected_token(request.request_id, 0),
+        expected_token(request.request_id, position),
+    )
 
 
 def admitted(plan: StepPlan, running_before: set[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,6 +82,6 @@ def random_xlora_set(
             (rng.normal(size=(fan_out, fan_in)) * 2 * fan_in**-0.5).astype(np.float32),
             rng.normal(size=fan_out).astype(np.float32) * np.float32(0.3),
         )
-        for fan_in, fan_out in zip(sizes[:-1], sizes[1:], strict=True)
+        for fan_in, fan_out in itertools.pairwise(sizes)
     )
     return XLoraSetWeights(name, tuple(experts), layers, XLoraRule(**rule))
