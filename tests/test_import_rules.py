@@ -67,7 +67,7 @@ RULES = (
     Rule("dymerge_jax.train", ("pallas_kernels", "dymerge_jax", "checkpoints"), but_not=_FRONTS[:3]),
     Rule(
         "checkpoints",
-        ("checkpoints", *(f"dymerge_jax.{name}" for name in ("config", "model", "lora", "gating", "demo"))),
+        ("checkpoints", *(f"dymerge_jax.{name}" for name in ("config", "model", "lora", "gating", "xlora", "demo"))),
     ),
     Rule("serving", ("serving", "dymerge_jax", "checkpoints", "pallas_kernels"), but_not=(*_FRONTS, "serving.bench")),
     # Benchmarks use everything as a user would; nothing imports them.
