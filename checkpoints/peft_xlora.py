@@ -15,13 +15,17 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError, MissingFileError, refuse_if
 from checkpoints.expert_tensors import MAX_EXPERTS, read_count
-from checkpoints.files import TensorInfo, open_safetensors, read_json
-from checkpoints.lora_config import read_lora_config
-from checkpoints.peft_adapter import CONFIG_FILE, weights_file
-from checkpoints.peft_header import BLOCK_OF, LORA_KEY, Site
+from checkpoints.files import TensorInfo, open_safetensors
+from checkpoints.peft_adapter import CONFIG_FILE
 from checkpoints.writing import new_folder
-from checkpoints.xlora_set import MAX_DEPTH, classifier_problems, finite_problems, rule_problems, save_xlora_set
-from dymerge_jax.config import PROJECTIONS
+from checkpoints.xlora_set import (
+    MAX_DEPTH,
+    adapted_sites,
+    classifier_problems,
+    finite_problems,
+    rule_problems,
+    save_xlora_set,
+)
 from dymerge_jax.xlora import XLoraRule
 
 ORIGINAL_CONFIG_FILE = "xlora_config.json"
@@ -75,12 +79,12 @@ def import_xlora(
     refuse_if(problems, f"{subject} ({CONFIG_FILE})")
     folders = _expert_folders(source, content["adapters"], names, dict(adapters))
     rule = XLoraRule(**given)
-    sites = _adapted_sites(dict(zip(names, folders, strict=True)))
+    sites = adapted_sites(dict(zip(names, folders, strict=True)))
     num_out = len(names) * (len(sites) if rule.is_layerwise else 1)
     keys, layers = classifier.read(weights, num_out, subject)
     refuse_if(finite_problems(keys, layers), subject)
     with new_folder(target) as folder:
-        experts = [f"{target.name}-{n}={_relative(path, target)}" for n, path in zip(names, folders, strict=True)]
+        experts = [_expert(i, path, target) for i, path in enumerate(folders)]
         save_xlora_set(folder, experts, layers, rule, sites if rule.is_layerwise else None)
     where = f"weights for each of {len(sites)} linear layers" if rule.is_layerwise else "weights for all layers alike"
     lines = [
@@ -178,24 +182,7 @@ def _prefix(header: Mapping[str, TensorInfo]) -> tuple[str, list[str]]:
     return next(iter(found), "base_model.internal_xlora_classifier."), []
 
 
-def _adapted_sites(folders: Mapping[str, Path]) -> list[Site]:
-    """The linear layers that some expert adapts, as PEFT numbers them: by layer, in the order of `PROJECTIONS`."""
-    sites: set[Site] = set()
-    problems = []
-    for name, folder in folders.items():
-        _, config_problems = read_lora_config(read_json(folder / CONFIG_FILE))
-        problems += [f"expert {name}: {problem}" for problem in config_problems]
-        with open_safetensors(weights_file(folder)) as reader:
-            for key in reader.header:
-                match = LORA_KEY.fullmatch(key)
-                if match is None or BLOCK_OF.get(match["projection"]) != match["block"]:
-                    problems.append(f"expert {name}: unexpected tensor {key}, which nothing would use")
-                else:
-                    sites.add((int(match["layer"]), match["projection"]))
-    refuse_if(problems, "X-LoRA's experts")
-    return sorted(sites, key=lambda site: (site[0], PROJECTIONS.index(site[1])))
-
-
-def _relative(folder: Path, target: Path) -> str:
-    """An expert's folder as gated_set.json names it, relative to the set's own."""
-    return os.path.relpath(folder.resolve(), target.parent.resolve() / target.name)
+def _expert(index: int, folder: Path, target: Path) -> str:
+    """An expert as gated_set.json names it, relative to the set's own folder."""
+    path = os.path.relpath(folder.resolve(), target.parent.resolve() / target.name)
+    return path if "=" in target.name else f"{target.name}-{index}={path}"

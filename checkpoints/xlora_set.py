@@ -19,8 +19,10 @@ from safetensors.numpy import save_file
 
 from checkpoints.errors import refuse_if
 from checkpoints.expert_tensors import MAX_EXPERTS
-from checkpoints.files import TensorInfo, dtype_problems, open_safetensors, tensor_problems
-from checkpoints.peft_header import Site
+from checkpoints.files import TensorInfo, dtype_problems, open_safetensors, read_json, tensor_problems
+from checkpoints.lora_config import read_lora_config
+from checkpoints.peft_adapter import CONFIG_FILE, weights_file
+from checkpoints.peft_header import BLOCK_OF, LORA_KEY, Site
 from checkpoints.writing import write_json
 from dymerge_jax.config import PROJECTIONS, LlamaConfig
 from dymerge_jax.xlora import XLoraRule, XLoraSetWeights
@@ -114,6 +116,8 @@ def read_xlora_set(
     outside = [site for site in sites or () if site[0] >= config.num_layers]
     listed = ", ".join(map(site_name, outside))
     problems = [f"sites outside the model, which has {config.num_layers} layers: {listed}"] if outside else []
+    if sites is not None:
+        problems += _uncovered_problems(experts, sites)
     with open_safetensors(weights) as reader:
         keys = [
             (f"classifier.{i}.weight", f"classifier.{i}.bias") for i in range(max(1, (len(reader.header) + 1) // 2))
@@ -128,6 +132,18 @@ def read_xlora_set(
     given = {field: content[field] for field in _RULE_FIELDS if field in content}
     rule = XLoraRule(is_layerwise=sites is not None, **given)
     return XLoraSetWeights(name=name, experts=experts, layers=tuple(layers), rule=rule)
+
+
+def _uncovered_problems(experts: Sequence[str], sites: Sequence[Site]) -> list[str]:
+    """Names what experts, as far as they are folders, adapt beside the sites: no output says their weights there."""
+    places = {expert: Path(expert.rpartition("=")[2]) for expert in experts}
+    adapted = adapted_sites({name: folder for name, folder in places.items() if folder.is_absolute()})
+    if uncovered := [site for site in adapted if site not in sites]:
+        return [
+            f"linear layers that experts adapt and sites leaves out: {', '.join(map(site_name, uncovered))}; use the "
+            "experts that the classifier was trained with"
+        ]
+    return []
 
 
 def classifier_problems(
@@ -177,6 +193,31 @@ def save_xlora_set(
         tensors |= {f"classifier.{i}.weight": np.ascontiguousarray(weight), f"classifier.{i}.bias": bias}
     save_file(tensors, path / "gate.safetensors")
     write_json(path / "gated_set.json", content)
+
+
+def adapted_sites(folders: Mapping[str, Path]) -> list[Site]:
+    """The linear layers that some expert adapts, as PEFT numbers them: by layer, in the order of `PROJECTIONS`.
+
+    Args:
+      folders: of the experts, by name.
+
+    Raises:
+      MissingFileError, CheckpointError: If an expert is none that can be served; lists every reason.
+    """
+    sites: set[Site] = set()
+    problems = []
+    for name, folder in folders.items():
+        _, config_problems = read_lora_config(read_json(folder / CONFIG_FILE))
+        problems += [f"expert {name}: {problem}" for problem in config_problems]
+        with open_safetensors(weights_file(folder)) as reader:
+            for key in reader.header:
+                match = LORA_KEY.fullmatch(key)
+                if match is None or BLOCK_OF.get(match["projection"]) != match["block"]:
+                    problems.append(f"expert {name}: unexpected tensor {key}, which nothing would use")
+                else:
+                    sites.add((int(match["layer"]), match["projection"]))
+    refuse_if(problems, "X-LoRA's experts")
+    return sorted(sites, key=lambda site: (site[0], PROJECTIONS.index(site[1])))
 
 
 def site_name(site: Site) -> str:

@@ -126,6 +126,15 @@ def test_layerwise_outputs_go_to_the_linear_layers_that_experts_adapt(
     assert f"{KEY}.0.weight has (14, 64), expected (12, 64)" in text
 
 
+def test_experts_that_adapt_what_the_classifier_does_not_know_are_refused(
+    write: Callable[..., Path], tmp_path: Path
+) -> None:
+    import_gated(write(classifier([64, 12]), layerwise_scalings=True), tmp_path / "moe")
+    write_adapter(tmp_path / "adapters" / "french", TINY, rank=2, alpha=4, seed=9, modules=("v_proj", "up_proj"))
+    with pytest.raises(CheckpointError, match=r"sites leaves out: layers\.0\.up_proj, layers\.1\.up_proj; use the"):
+        load_gated_set(tmp_path / "moe", TINY)
+
+
 def test_experts_of_numbers_are_in_their_order_and_may_be_elsewhere(write: Callable[..., Path], tmp_path: Path) -> None:
     """PEFT sorts the names as text when it saves them: "10" stands before "2"."""
     names = [str(i) for i in (0, 1, 10, *range(2, 10))]
@@ -135,7 +144,9 @@ def test_experts_of_numbers_are_in_their_order_and_may_be_elsewhere(write: Calla
     moved = write_adapter(tmp_path / "moved", TINY, rank=1, alpha=1, seed=1)
     command = ["import-gated", str(source), "--out", str(tmp_path / "moe"), "--experts", f"10={moved}"]
     assert main(command) == 0
-    folders = [Path(expert.partition("=")[2]) for expert in loaded_xlora(tmp_path / "moe").experts]
+    experts = loaded_xlora(tmp_path / "moe").experts
+    assert [expert.partition("=")[0] for expert in experts] == [f"moe-{i}" for i in range(11)]
+    folders = [Path(expert.partition("=")[2]) for expert in experts]
     assert folders == [*(tmp_path / "adapters" / f"v{i}" for i in range(10)), moved]
 
 
