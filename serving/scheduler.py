@@ -59,6 +59,9 @@ class Scheduler:
     dispatched and the host knows their tokens; a failed step makes all of them unknown. A block is free for others
     when its last owner has released it.
 
+    Two caches. A request with an X-LoRA set has a KV cache for each of its two passes, and so two blocks for the same
+    positions, which it gets, shares and gives up together: all that is said of blocks here counts both.
+
     Preemption. When blocks run out, the running request that arrived last gives up what it owns and waits again, with
     its arrival time, to compute its tokens anew, but for those in blocks that are still there then. Only later arrivals
     are preempted for a request, until there is a block that they alone owned; so the oldest one always advances. A
