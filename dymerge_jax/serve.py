@@ -310,8 +310,9 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--gated-sets",
         action="append",
         metavar="FOLDER",
-        help="a folder with gated_set.json and gate.safetensors; may be repeated (default: the demo's with the demo "
-        "model and its adapters, none otherwise)",
+        help="a folder with gated_set.json and gate.safetensors; may be repeated; one of kind xlora doubles the "
+        "programs to compile, and its requests' KV blocks (default: the demo's with the demo model and its adapters, "
+        "none otherwise)",
     )
     group.add_argument(
         "--mixes",

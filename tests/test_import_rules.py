@@ -74,7 +74,7 @@ RULES = (
     Rule("dymerge_jax.quality", ("dymerge_jax", "checkpoints"), but_not=("dymerge_jax.serve",)),
     Rule(
         "checkpoints",
-        ("checkpoints", *(f"dymerge_jax.{name}" for name in ("config", "model", "lora", "gating", "demo"))),
+        ("checkpoints", *(f"dymerge_jax.{name}" for name in ("config", "model", "lora", "gating", "xlora", "demo"))),
     ),
     Rule("serving", ("serving", "dymerge_jax", "checkpoints", "pallas_kernels"), but_not=(*_FRONTS, "serving.bench")),
     # Benchmarks use everything as a user would; nothing imports them.
