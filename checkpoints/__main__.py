@@ -1,7 +1,7 @@
 """`python -m checkpoints`: tools for files.
 
 convert SRC DST                         any model format to an Orbax store
-import-gated FOLDER --out SET           MoLA, LoRAMoE or MOELoRA to what is served here
+import-gated FOLDER --out SET           MoLA, LoRAMoE, MOELoRA or X-LoRA to what is served here
 make-arrow NAME=FOLDER ... --out SET    a gated set of plain adapters, without training
 """
 
@@ -24,6 +24,7 @@ _EXAMPLES = """examples:
 """
 _GATED_EXAMPLES = """examples:
   python -m checkpoints import-gated alpaca_mola --out medical-moe
+  python -m checkpoints import-gated xlora_v1 --out xlora --experts 0=adapters/legal 1=adapters/french
   python -m checkpoints make-arrow legal=lora-v7 french=adapters/french --out arrow --top-k 2
   python -m dymerge_jax.serve --model Llama-3.1-8B-Instruct --gated-sets medical-moe --gated-sets arrow
 """
@@ -54,7 +55,14 @@ def _convert(options: argparse.Namespace) -> list[str]:
 
 
 def _import_gated(options: argparse.Namespace) -> list[str]:
-    return import_gated(Path(options.source), Path(options.out))
+    return import_gated(Path(options.source), Path(options.out), [_named_folder(spec) for spec in options.experts])
+
+
+def _named_folder(spec: str) -> tuple[str, Path]:
+    name, _, folder = spec.partition("=")
+    if not name or not folder:
+        raise CheckpointError(f"--experts has {spec!r}; NAME=FOLDER was expected")
+    return name, Path(folder)
 
 
 def _make_arrow(options: argparse.Namespace) -> list[str]:
@@ -99,19 +107,26 @@ def _parser() -> argparse.ArgumentParser:
 def _add_import_gated(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser(
         "import-gated",
-        help="import a mixture of LoRA experts that another project trained: MoLA, LoRAMoE, MOELoRA",
+        help="import a mixture of LoRA experts that another project trained: MoLA, LoRAMoE, MOELoRA, X-LoRA",
         description=(
-            "Reads MoLA or LoRAMoE as MoE-PEFT saves them, or MOELoRA as MOELoRA-peft does, with the weights in\n"
-            "adapter_model.safetensors (a pickle is refused with the command that converts it), and writes the\n"
-            "experts as PEFT adapters. MoLA and LoRAMoE become a gated set; MOELoRA, whose weights follow from a\n"
-            "task's id, becomes adapters and a file of named mixes for --mixes. MixLoRA and X-LoRA are refused, with\n"
-            "the reason."
+            "Reads MoLA or LoRAMoE as MoE-PEFT saves them, MOELoRA as MOELoRA-peft does or X-LoRA as PEFT does, with\n"
+            "the weights in adapter_model.safetensors (a pickle is refused with the command that converts it), and\n"
+            "writes the experts as PEFT adapters; X-LoRA's are such adapters already and stay where they are. MoLA,\n"
+            "LoRAMoE and X-LoRA become a gated set; MOELoRA, whose weights follow from a task's id, becomes adapters\n"
+            "and a file of named mixes for --mixes. MixLoRA is refused, with the reason."
         ),
         epilog=_GATED_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("source", metavar="FOLDER", help="folder with adapter_config.json; it says the family")
     command.add_argument("--out", metavar="SET", required=True, help="folder to make; must not exist; names the set")
+    command.add_argument(
+        "--experts",
+        nargs="+",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="X-LoRA: where experts are, by their names in adapter_config.json (default: as it says, relative to it)",
+    )
     command.set_defaults(run=_import_gated)
 
 

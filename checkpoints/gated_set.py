@@ -6,7 +6,8 @@ Gates are named "layers.{layer}.gate.weight" [num_experts, hidden], or with gran
 "layers.{layer}.{projection}.gate.weight" [num_experts, in_features], for those of "projections" (all seven if it is
 left out). "absolute" takes the size of gate @ x, and "temperature" divides it. Only "experts" is required; the defaults
 are granularity "layer", top_k null (all experts), renormalize and absolute false, temperature 1, and the folder's name.
-An expert is an adapter's name, a folder relative to the set's own, or name=folder.
+An expert is an adapter's name, a folder relative to the set's own, or name=folder. With "kind": "xlora" it is another
+form, see `xlora_set`.
 """
 
 import dataclasses
@@ -21,8 +22,10 @@ from checkpoints.errors import MissingFileError, refuse_if
 from checkpoints.files import dtype_problems, open_safetensors, read_json, tensor_problems
 from checkpoints.peft_adapter import CONFIG_FILE
 from checkpoints.writing import write_json
+from checkpoints.xlora_set import XLORA_KIND, read_xlora_set, xlora_field_problems
 from dymerge_jax.config import PROJECTIONS, LlamaConfig
 from dymerge_jax.gating import GatedSetWeights
+from dymerge_jax.xlora import GatedSet
 
 SET_FILE = "gated_set.json"
 GATE_FILE = "gate.safetensors"
@@ -30,7 +33,7 @@ GATE_FILE = "gate.safetensors"
 _FIELDS = ("name", "experts", "granularity", "top_k", "renormalize", "projections", "absolute", "temperature")
 
 
-def load_gated_set(path: str | Path, config: LlamaConfig) -> GatedSetWeights:
+def load_gated_set(path: str | Path, config: LlamaConfig) -> GatedSet:
     """Reads a gated set to the host.
 
     Args:
@@ -47,11 +50,18 @@ def load_gated_set(path: str | Path, config: LlamaConfig) -> GatedSetWeights:
     path = Path(path)
     for file in (SET_FILE, GATE_FILE):
         if not (path / file).is_file():
-            raise MissingFileError(f"gated set {str(path)!r} does not exist or holds no {file}")
+            foreign = (path / CONFIG_FILE).is_file()
+            hint = "; import what another project trained by `python -m checkpoints import-gated`" if foreign else ""
+            raise MissingFileError(f"gated set {str(path)!r} does not exist or holds no {file}{hint}")
     content = read_json(path / SET_FILE)
     subject = f"gated set {str(path)!r}"
-    refuse_if(_field_problems(content), f"{subject} ({SET_FILE})")
+    is_xlora = content.get("kind") == XLORA_KIND
+    problems = (xlora_field_problems if is_xlora else _field_problems)(content)
+    refuse_if(_name_problems(content) + problems, f"{subject} ({SET_FILE})")
+    name = content.get("name") or path.resolve().name
     experts = tuple(_resolve_expert(path, expert) for expert in content["experts"])
+    if is_xlora:
+        return read_xlora_set(name, experts, content, path / GATE_FILE, config, subject)
     granularity = content.get("granularity", "layer")
     sites = _gate_sites(config, granularity, content.get("projections", PROJECTIONS))
     temperature = np.float32(content.get("temperature", 1.0))
@@ -63,7 +73,7 @@ def load_gated_set(path: str | Path, config: LlamaConfig) -> GatedSetWeights:
     broken = [_gate_key(site) for site, gate in gates.items() if not np.isfinite(gate).all()]
     refuse_if([f"NaN or infinite weights: {', '.join(broken)}"] if broken else [], subject)
     return GatedSetWeights(
-        name=content.get("name") or path.resolve().name,
+        name=name,
         experts=experts,
         granularity=granularity,
         top_k=content.get("top_k"),
@@ -82,6 +92,7 @@ def save_gated_set(
     renormalize: bool,
     is_absolute: bool = False,
     temperature: float = 1.0,
+    name: str | None = None,
 ) -> None:
     """Writes the two files of a gated set into an existing folder.
 
@@ -91,19 +102,22 @@ def save_gated_set(
       gates: [num_experts, in_features] by (layer, "layer" or projection), not divided by the temperature.
       top_k, renormalize, is_absolute: see `GatedSetWeights`.
       temperature: divides the logits.
+      name: what a request calls it; None is the folder's name.
     """
     sites = {site for _, site in gates}
     content: dict[str, Any] = {"experts": list(experts), "granularity": "layer" if sites == {"layer"} else "projection"}
     if "layer" not in sites:
         content["projections"] = [name for name in PROJECTIONS if name in sites]
     content |= {"top_k": top_k, "renormalize": renormalize, "absolute": is_absolute, "temperature": temperature}
+    if name is not None:
+        content["name"] = name
     save_file({_gate_key(site): np.ascontiguousarray(gate) for site, gate in gates.items()}, path / GATE_FILE)
     write_json(path / SET_FILE, content)
 
 
 def load_gated_sets(
     folders: Sequence[str | Path], config: LlamaConfig, adapters: Sequence[tuple[str, Path]]
-) -> tuple[list[GatedSetWeights], list[tuple[str, Path]]]:
+) -> tuple[list[GatedSet], list[tuple[str, Path]]]:
     """Reads gated sets and names their experts.
 
     Args:
@@ -146,17 +160,11 @@ def _field_problems(content: dict[str, Any]) -> list[str]:
     problems = []
     if unknown := [field for field in content if field not in _FIELDS]:
         problems.append(f"unknown fields: {', '.join(unknown)}; known are {', '.join(_FIELDS)}")
-    experts = content.get("experts")
-    is_list = isinstance(experts, list) and all(isinstance(expert, str) and expert for expert in experts)
-    if not is_list or not experts:
-        problems.append(f"experts is {experts!r}; a list of adapter names or folders was expected")
-    elif twice := sorted({expert for expert in experts if experts.count(expert) > 1}):
-        problems.append(f"experts named twice: {', '.join(twice)}")
     if content.get("granularity", "layer") not in ("layer", "projection"):
         problems.append(f"granularity is {content['granularity']!r}; expected 'layer' or 'projection'")
     problems += _projections_problems(content)
-    top_k = content.get("top_k")
-    most = len(experts) if is_list and experts else None
+    experts, top_k = content.get("experts"), content.get("top_k")
+    most = len(experts) if isinstance(experts, list) and experts else None
     if top_k is not None and (type(top_k) is not int or top_k < 1 or (most is not None and top_k > most)):
         problems.append(f"top_k is {top_k!r}; expected 1 to the number of experts ({most}), or null for all")
     for field in ("renormalize", "absolute"):
@@ -165,6 +173,18 @@ def _field_problems(content: dict[str, Any]) -> list[str]:
     temperature = content.get("temperature", 1.0)
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 1e-6 <= temperature <= 1e6:
         problems.append(f"temperature is {temperature!r}; a number from 1e-6 to 1e6 was expected")
+    return problems
+
+
+def _name_problems(content: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the names of the set and of its experts."""
+    problems = []
+    experts = content.get("experts")
+    is_list = isinstance(experts, list) and all(isinstance(expert, str) and expert for expert in experts)
+    if not is_list or not experts:
+        problems.append(f"experts is {experts!r}; a list of adapter names or folders was expected")
+    elif twice := sorted({expert for expert in experts if experts.count(expert) > 1}):
+        problems.append(f"experts named twice: {', '.join(twice)}")
     if "name" in content and not (isinstance(content["name"], str) and content["name"]):
         problems.append(f"name is {content['name']!r}; text was expected")
     return problems

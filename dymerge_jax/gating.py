@@ -138,12 +138,20 @@ def place_experts(
     gates: GateArray, sets: Sequence[GatedSetWeights], slots_of_adapter: Mapping[str, Sequence[int]]
 ) -> GateArray:
     """Tells the gates which slots hold which experts now; adapters that are not resident have no column."""
-    expert_of_slot = np.full(gates.expert_of_slot.shape, -1, np.int32)
-    for set_id, gated_set in enumerate(sets):
-        for expert, adapter in enumerate(gated_set.experts):
+    placed = experts_by_slot([s.experts for s in sets], slots_of_adapter, gates.expert_of_slot.shape[1])
+    return dataclasses.replace(gates, expert_of_slot=placed)
+
+
+def experts_by_slot(
+    experts: Sequence[Sequence[str]], slots_of_adapter: Mapping[str, Sequence[int]], num_slots: int
+) -> Int[Array, "num_sets num_slots"]:
+    """[num_sets, num_slots] int32, which of a set's experts lies in each slot, -1 for none."""
+    expert_of_slot = np.full((len(experts), num_slots), -1, np.int32)
+    for set_id, adapters in enumerate(experts):
+        for expert, adapter in enumerate(adapters):
             expert_of_slot[set_id, list(slots_of_adapter.get(adapter, ()))] = expert
     # Not jnp.asarray, which compiles a program for a shape that it has not met: this runs beside requests.
-    return dataclasses.replace(gates, expert_of_slot=jax.device_put(expert_of_slot))
+    return jax.device_put(expert_of_slot)
 
 
 @pytree_dataclass

@@ -14,6 +14,7 @@ from dymerge_jax.model import Implementations, Llama
 from dymerge_jax.sampling import SamplingParams, device_seed, pick_tokens
 from dymerge_jax.step import StepInputs, hidden_states
 from dymerge_jax.step_batch import AdapterMix, StepBatch
+from dymerge_jax.xlora import XLoraArray
 from pallas_kernels.pytree import pytree_dataclass
 
 _BLOCK_SIZE = 16
@@ -70,6 +71,13 @@ def _block_tables(num_seqs: int, max_len: int) -> Int[Array, "num_seqs blocks_pe
     return jnp.arange(num_seqs * width, dtype=jnp.int32).reshape(num_seqs, width)
 
 
+def _scaling_tables(
+    tables: Int[Array, "num_seqs blocks_per_seq"], xlora: XLoraArray | None
+) -> Int[Array, "num_seqs blocks_per_seq"] | None:
+    """The blocks of X-LoRA's scaling pass, which follow all others."""
+    return None if xlora is None else tables + tables.size
+
+
 def _prefill(
     model: Llama,
     slots: SlotArray,
@@ -78,6 +86,7 @@ def _prefill(
     batch: Batch,
     tables: Int[Array, "num_seqs blocks_per_seq"],
     implementations: Implementations,
+    xlora: XLoraArray | None = None,
 ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
     """Runs all prompts as one flat batch, each row at its padded place."""
     num_seqs, prompt_len = batch.tokens.shape
@@ -91,8 +100,10 @@ def _prefill(
         use_last_token=jnp.zeros((num_seqs,), bool),
     )
     dtype = jax.tree.leaves(nnx.state(model))[0].dtype
-    cache = empty_cache(model.config, num_blocks=tables.size, block_size=_BLOCK_SIZE, dtype=dtype)
-    inputs = StepInputs(slots, gates, mix, tables, last_tokens=jnp.zeros_like(rows), batch=step)
+    num_blocks = tables.size if xlora is None else 2 * tables.size
+    cache = empty_cache(model.config, num_blocks=num_blocks, block_size=_BLOCK_SIZE, dtype=dtype)
+    scaling = _scaling_tables(tables, xlora)
+    inputs = StepInputs(slots, gates, mix, tables, jnp.zeros_like(rows), step, xlora, scaling)
     return hidden_states(model, cache, inputs, implementations)
 
 
@@ -105,11 +116,12 @@ def batch_logits(
     mix: AdapterMix,
     batch: Batch,
     implementations: Implementations = Implementations(),  # noqa: B008 (frozen)
+    xlora: XLoraArray | None = None,
 ) -> Float[Array, "num_seqs prompt_len vocab"]:
-    """Logits after every prompt token, float32; of no meaning past a row's length."""
+    """Logits after every prompt token, float32; of no meaning past a row's length. `xlora` as in `generate_tokens`."""
     model = nnx.merge(graph, state)
     tables = _block_tables(*batch.tokens.shape)
-    hidden, _ = _prefill(model, slots, gates, mix, batch, tables, implementations)
+    hidden, _ = _prefill(model, slots, gates, mix, batch, tables, implementations, xlora)
     return model.logits(hidden).reshape(*batch.tokens.shape, -1)
 
 
@@ -156,6 +168,7 @@ def generate_tokens(
     max_new_tokens: int,
     stop_ids: tuple[int, ...],
     implementations: Implementations = Implementations(),  # noqa: B008 (frozen)
+    xlora: XLoraArray | None = None,
 ) -> GenerateOutput:
     """Prefills the batch, then decodes all rows together until each met a stop id or has max_new_tokens.
 
@@ -168,12 +181,14 @@ def generate_tokens(
       max_new_tokens: width of the output.
       stop_ids: token ids that end a row.
       implementations: of the ops.
+      xlora: X-LoRA sets on the device; None if no row uses one.
     """
     model = nnx.merge(graph, state)
     num_seqs, prompt_len = batch.tokens.shape
     rows = jnp.arange(num_seqs, dtype=jnp.int32)
     tables = _block_tables(num_seqs, prompt_len + max_new_tokens)
-    hidden, cache = _prefill(model, slots, gates, mix, batch, tables, implementations)
+    hidden, cache = _prefill(model, slots, gates, mix, batch, tables, implementations, xlora)
+    scaling = _scaling_tables(tables, xlora)
     last = hidden.reshape(num_seqs, prompt_len, -1)[rows, batch.lengths - 1]
 
     def pick(hidden: Float[Array, "num_seqs hidden"], step: Int[Array, ""]) -> Int[Array, " num_seqs"]:
@@ -195,7 +210,7 @@ def generate_tokens(
             context_lens=batch.lengths + s.step,
             use_last_token=jnp.zeros((num_seqs,), bool),
         )
-        inputs = StepInputs(slots, gates, mix, tables, last_tokens=s.current, batch=work)
+        inputs = StepInputs(slots, gates, mix, tables, s.current, work, xlora, scaling)
         hidden, cache = hidden_states(model, s.cache, inputs, implementations)
         following = pick(hidden, s.step + 1)
         return _DecodeState(

@@ -6,6 +6,7 @@ needs half a minute for the demo's thirty layers and a step takes tens of millis
 `forward_step`, one program for the whole step.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -24,13 +25,15 @@ from dymerge_jax.step import (
     StepTables,
     Weights,
     finish_step,
+    scaling_inputs,
     split_weights,
     step_context,
 )
 from dymerge_jax.step_batch import unpack_batch
+from dymerge_jax.xlora import ExpertWeights, XLoraArray, XLoraTokens, expert_weights
 
 
-@functools.partial(jax.jit, static_argnames=("structure", "num_seqs", "num_blocks", "block_size"))
+@functools.partial(jax.jit, static_argnames=("structure", "num_seqs", "num_blocks", "block_size", "is_scaling_pass"))
 def _before_layers(
     structure: ModelStructure[Llama],
     weights: Weights,
@@ -41,11 +44,22 @@ def _before_layers(
     num_seqs: int,
     num_blocks: int,
     block_size: int,
+    is_scaling_pass: bool,
 ) -> tuple[Stream, StepContext]:
-    model = structure.merge(weights)
+    model, max_slots = structure.merge(weights), None
     inputs = tables.inputs(unpack_batch(batch, num_seqs)[0], last_tokens)
-    context = step_context(model.config, inputs, num_blocks=num_blocks, block_size=block_size)
+    if is_scaling_pass:
+        inputs, max_slots = scaling_inputs(inputs)
+    context = step_context(model.config, inputs, num_blocks=num_blocks, block_size=block_size, max_slots=max_slots)
     return model.embedded(context.tokens), context
+
+
+@functools.partial(jax.jit, static_argnames="structure")
+def _after_scaling_pass(
+    structure: ModelStructure[Llama], weights: Weights, stream: Stream, xlora: XLoraArray, tokens: XLoraTokens
+) -> ExpertWeights:
+    model = structure.merge(weights)
+    return expert_weights(model.config, xlora, tokens, model.normed(stream))
 
 
 @functools.partial(jax.jit, static_argnames=("structure", "implementations"), donate_argnames=("stream", "kv"))
@@ -76,6 +90,15 @@ def _after_layers(
     return finish_step(model, model.normed(stream), last_tokens, *unpack_batch(batch, num_seqs))
 
 
+@dataclasses.dataclass(frozen=True)
+class _ScalingPass:
+    """The programs of X-LoRA's first pass: what comes before its layers, one layer, and the classifiers."""
+
+    before: jax.stages.Compiled
+    layer: jax.stages.Compiled
+    after: jax.stages.Compiled
+
+
 class LayeredStep:
     """A compiled step; called like a compiled `forward_step` and with the same results, to rounding.
 
@@ -102,27 +125,44 @@ class LayeredStep:
         assert all(other == layer_structure for other, _ in layers), "layers differ in structure"
         self._layers = [(weights, jnp.int32(i)) for i, (_, weights) in enumerate(layers)]
         structure, weights = split_weights(model.graph, model.state)
-        before = _before_layers.lower(
-            structure,
-            weights,
-            last_tokens,
-            tables,
-            batch,
-            num_seqs=num_seqs,
-            num_blocks=cache.num_blocks,
-            block_size=cache.block_size,
-        )
+
+        def lower_before(is_scaling_pass: bool) -> jax.stages.Lowered:
+            return _before_layers.lower(
+                structure,
+                weights,
+                last_tokens,
+                tables,
+                batch,
+                num_seqs=num_seqs,
+                num_blocks=cache.num_blocks,
+                block_size=cache.block_size,
+                is_scaling_pass=is_scaling_pass,
+            )
+
+        def compile_layer(stream: Stream, attention: AttentionContext, mix: MixContext) -> jax.stages.Compiled:
+            lowered = _layer.lower(
+                layer_structure,
+                *self._layers[0],
+                stream,
+                cache.layers[0],
+                attention,
+                mix,
+                implementations=implementations,
+            )
+            return lowered.compile()
+
+        before, experts = lower_before(is_scaling_pass=False), None
         stream, context = before.out_info
+        self._scaling: _ScalingPass | None = None
+        if tables.xlora is not None:
+            first = lower_before(is_scaling_pass=True)
+            first_stream, first_context = first.out_info
+            after = _after_scaling_pass.lower(structure, weights, first_stream, tables.xlora, context.xlora)
+            experts = after.out_info
+            first_layer = compile_layer(first_stream, first_context.attention, first_context.mix(tables.slots, None))
+            self._scaling = _ScalingPass(first.compile(), first_layer, after.compile())
         self._before = before.compile()
-        self._layer = _layer.lower(
-            layer_structure,
-            *self._layers[0],
-            stream,
-            cache.layers[0],
-            context.attention,
-            context.mix(tables.slots, tables.gates),
-            implementations=implementations,
-        ).compile()
+        self._layer = compile_layer(stream, context.attention, context.mix(tables.slots, tables.gates, experts))
         self._after = _after_layers.lower(structure, weights, stream, last_tokens, batch, num_seqs=num_seqs).compile()
 
     def __call__(
@@ -135,10 +175,22 @@ class LayeredStep:
     ) -> StepResult:
         """Logits and greedy tokens; cache and last_tokens are donated."""
         stream, context = self._before(weights, last_tokens, tables, batch)
-        mixes = context.mix(tables.slots, tables.gates)
+        experts = None
+        if self._scaling is not None:
+            first, first_context = self._scaling.before(weights, last_tokens, tables, batch)
+            mix = first_context.mix(tables.slots, None)
+            first, cache = self._run_layers(self._scaling.layer, first, cache, first_context.attention, mix)
+            experts = self._scaling.after(weights, first, tables.xlora, context.xlora)
+        mix = context.mix(tables.slots, tables.gates, experts)
+        stream, cache = self._run_layers(self._layer, stream, cache, context.attention, mix)
+        logits, tokens, last_tokens = self._after(weights, stream, last_tokens, batch)
+        return StepResult(logits, tokens, last_tokens, cache)
+
+    def _run_layers(
+        self, program: jax.stages.Compiled, stream: Stream, cache: KVCache, attention: AttentionContext, mix: MixContext
+    ) -> tuple[Stream, KVCache]:
         layers_kv = []
         for layer, kv in zip(self._layers, cache.layers, strict=True):
-            stream, kv = self._layer(*layer, stream, kv, context.attention, mixes)
+            stream, kv = program(*layer, stream, kv, attention, mix)
             layers_kv.append(kv)
-        logits, tokens, last_tokens = self._after(weights, stream, last_tokens, batch)
-        return StepResult(logits, tokens, last_tokens, KVCache(layers=tuple(layers_kv)))
+        return stream, KVCache(layers=tuple(layers_kv))

@@ -27,6 +27,14 @@ from dymerge_jax.generate import Batch, GenerateOutput, batch_logits, generate_t
 from dymerge_jax.lora import AdapterWeights, empty_slots, slot_contents, write_slot
 from dymerge_jax.model import Implementations, SplitModel, model_from_params
 from dymerge_jax.step import AdapterMix
+from dymerge_jax.xlora import (
+    GatedSet,
+    XLoraArray,
+    XLoraSetWeights,
+    build_xlora_array,
+    place_xlora_experts,
+    set_id_of_row,
+)
 
 MixSpec = Mapping[str, float] | str
 """One row's mix: adapter name to weight, or the name of a gated set. {} is the base model."""
@@ -59,6 +67,7 @@ class Model:
       implementations: of the ops.
       slots: the slot array; adapters stay in the slots they were put into.
       gates: gates of the gated sets; None if there are none.
+      xlora: X-LoRA sets; None if there are none.
     """
 
     def __init__(
@@ -84,8 +93,10 @@ class Model:
         self.implementations = implementations
         self.slots = empty_slots(split.config, num_slots=adapter_slots, slot_rank=slot_rank, dtype=split.dtype)
         self.gates: GateArray | None = None
+        self.xlora: XLoraArray | None = None
         self._slots_of_adapter: dict[str, tuple[int, ...]] = {}
         self._gated_sets: list[GatedSetWeights] = []
+        self._xlora_sets: list[XLoraSetWeights] = []
         self._is_traced = False  # a program of the caller's own holds today's slots and gates
 
     @property
@@ -100,8 +111,8 @@ class Model:
 
     @property
     def gated_set_names(self) -> tuple[str, ...]:
-        """Names of the gated sets in the order they were added."""
-        return tuple(s.name for s in self._gated_sets)
+        """Names of the gated sets in the order they were added, those of X-LoRA last."""
+        return tuple(s.name for s in (*self._gated_sets, *self._xlora_sets))
 
     def add_adapter(self, name: str, adapter: AdapterWeights) -> None:
         """Puts an adapter into free slots, where it stays; mixes made before stay valid.
@@ -124,7 +135,7 @@ class Model:
             self.slots = write_slot(self.slots, slot_id, content)
         self._slots_of_adapter[name] = slot_ids
 
-    def add_gated_sets(self, sets: Sequence[GatedSetWeights]) -> None:
+    def add_gated_sets(self, sets: Sequence[GatedSet]) -> None:
         """Adds gated sets; their experts must have been added as adapters before.
 
         Raises:
@@ -141,10 +152,14 @@ class Model:
         if not sets:
             return
         self._warn_if_traced(f"gated set {names[0]!r}")
-        self._gated_sets.extend(sets)
+        self._gated_sets.extend(s for s in sets if isinstance(s, GatedSetWeights))
+        self._xlora_sets.extend(s for s in sets if isinstance(s, XLoraSetWeights))
         gates = build_gate_array(self.config, self._gated_sets, num_slots=self.slots.num_slots)
-        assert gates is not None
-        self.gates = place_experts(gates, self._gated_sets, self._slots_of_adapter)
+        if gates is not None:
+            self.gates = place_experts(gates, self._gated_sets, self._slots_of_adapter)
+        xlora = build_xlora_array(self._xlora_sets, num_slots=self.slots.num_slots)
+        if xlora is not None:
+            self.xlora = place_xlora_experts(xlora, self._xlora_sets, self._slots_of_adapter)
 
     def tokenize(self, texts: Sequence[str], *, chat: bool = True) -> Batch:
         """Tokenizes texts into one batch, padded on the right.
@@ -223,14 +238,28 @@ class Model:
         """
         self._check(batch, mix, 0)
         return batch_logits(
-            self.split.graph, self.split.state, self.slots, self.gates, mix, batch, implementations=self.implementations
+            self.split.graph,
+            self.split.state,
+            self.slots,
+            self.gates,
+            mix,
+            batch,
+            implementations=self.implementations,
+            xlora=self._xlora_of(mix),
         )
+
+    def _xlora_of(self, mix: AdapterMix) -> XLoraArray | None:
+        """The X-LoRA sets for a batch that uses one, or may do so: then all its rows pay for a second pass."""
+        ids = mix.gated_set_ids
+        return self.xlora if isinstance(ids, Tracer) or (np.asarray(ids) <= -2).any() else None
 
     def _gated_set_id(self, name: str) -> int:
         if name not in self.gated_set_names:
             known = ", ".join(self.gated_set_names) or "none"
             raise ValueError(f"no gated set is named {name!r}; the loaded ones are: {known}")
-        return self.gated_set_names.index(name)
+        index = self.gated_set_names.index(name)
+        num_gated = len(self._gated_sets)
+        return index if index < num_gated else set_id_of_row(index - num_gated)
 
     def require_tokenizer(self) -> Any:
         """The tokenizer.
@@ -427,6 +456,7 @@ def make_generate(
             max_new_tokens=max_new_tokens,
             stop_ids=stop_ids,
             implementations=model.implementations,
+            xlora=model._xlora_of(mix),
         )
 
     return generate

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # what needs jax or transformers is imported once the flags a
     from checkpoints.loaded_model import LoadedModel
     from serving.engine import Engine
     from serving.mixes import ModelRegistry
+    from serving.retrieval import PromptIndex
     from serving.server import ServerConfig
 
 logger = logging.getLogger("dymerge_jax.serve")
@@ -68,7 +69,7 @@ def serve(options: argparse.Namespace) -> NoReturn:
     with _listen(server_config) as bound:
         try:
             parts = build(options, config)
-            run(*parts, server_config, bound)
+            run(*parts, server_config, bound, build_retrieval(options, *parts))
         except RuntimeError as error:  # jax's errors, of which one is no mistake of ours: memory is full
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -89,7 +90,6 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     from checkpoints.formats import load_model
     from checkpoints.gated_set import load_gated_sets
     from checkpoints.peft_adapter import collect_adapters
-    from dymerge_jax.demo import demo_adapters
     from serving.admin import adapter_entry, read_mixes
     from serving.engine import build_engine
     from serving.mixes import GatedSetEntry, ModelRegistry, check_names
@@ -97,12 +97,9 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     is_demo = options.model == DEMO
     if config.dtype is None and is_demo:
         config = dataclasses.replace(config, dtype="float32" if jax.default_backend() == "cpu" else "bfloat16")
-    specs = options.adapters
-    if specs is None:
-        specs = [str(path) for path in demo_adapters()] if is_demo and config.adapter_slots else []
+    specs, folders = adapters_and_gated_sets(options, config)
     adapters = collect_adapters(specs)
     loaded = load_model(options.model, dtype=config.dtype, progress=True)
-    folders = options.gated_sets or []
     gated_sets, adapters = load_gated_sets(folders, loaded.config, adapters)
     base_name = options.served_model_name or loaded.name
     mixes = {} if options.mixes is None else read_mixes(Path(options.mixes), [name for name, _ in adapters])
@@ -118,6 +115,43 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
         slot_rank=config.slot_rank,
     )
     return engine, loaded, registry
+
+
+def build_retrieval(
+    options: argparse.Namespace, engine: "Engine", loaded: "LoadedModel", registry: "ModelRegistry"
+) -> "PromptIndex | None":
+    """The index from which adapters are found for a prompt; None where no adapter has examples.
+
+    Raises:
+      ValueError, OSError: If a file of examples cannot be used, or names an adapter that there is not.
+    """
+    from dymerge_jax.example_lines import read_prompts_by_adapter
+    from serving.retrieval import build_index
+
+    given = {} if options.retrieval_examples is None else read_prompts_by_adapter(Path(options.retrieval_examples))
+    unknown = [name for name in given if name not in registry.adapters]
+    if unknown and not options.adapter_root:
+        raise ValueError(
+            f"--retrieval-examples {options.retrieval_examples} names {', '.join(map(repr, unknown[:10]))}, not "
+            "loaded; add --adapters"
+        )
+    folders = {name: Path(adapter.root) for name, adapter in registry.adapters.items()}
+    return build_index(loaded, engine.model, folders, given, is_wanted=options.retrieval)
+
+
+def adapters_and_gated_sets(options: argparse.Namespace, config: EngineConfig) -> tuple[list[str], list[str]]:
+    """What is given, or the demo's own with the demo model.
+
+    Returns:
+      Adapters, as `collect_adapters` takes them; folders of gated sets.
+    """
+    from dymerge_jax.demo import demo_adapters, demo_gated_sets
+
+    specs, folders = options.adapters, options.gated_sets or []
+    if specs is not None or options.model != DEMO or not config.adapter_slots:
+        return specs or [], folders
+    # The experts of its gated sets are its adapters: with others they would be loaded beside them, unasked.
+    return [str(path) for path in demo_adapters()], folders or [str(path) for path in demo_gated_sets()]
 
 
 def keep_compiled_programs() -> None:
@@ -136,6 +170,7 @@ def run(
     registry: "ModelRegistry",
     server_config: "ServerConfig",
     bound: socket.socket,
+    retrieval: "PromptIndex | None" = None,
 ) -> None:
     """Serves on a bound socket until it is stopped."""
     from serving.async_engine import AsyncEngine
@@ -143,6 +178,7 @@ def run(
     from serving.metrics import CONTENT_TYPE
     from serving.prompts import PromptEncoder
     from serving.queue_bound import QueueBound
+    from serving.retrieval import Retriever
     from serving.server import Server, create_app
 
     encoder = PromptEncoder(loaded.tokenizer, vocab=loaded.config.vocab, max_model_len=engine.max_model_len)
@@ -150,8 +186,9 @@ def run(
     queue_bound = QueueBound(server_config.max_waiting, lambda count: metrics.observe_refused("queue_full", count))
     async_engine = AsyncEngine(engine, queue_bound)
     hand_over_quickly()
+    retriever = None if retrieval is None else Retriever(retrieval, async_engine)
     app = create_app(
-        async_engine, registry, encoder, lambda: (metrics.render(), CONTENT_TYPE), server_config, metrics
+        async_engine, registry, encoder, lambda: (metrics.render(), CONTENT_TYPE), server_config, metrics, retriever
     )  # fmt: skip
     port = bound.getsockname()[1]
 
@@ -274,13 +311,28 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--gated-sets",
         action="append",
         metavar="FOLDER",
-        help="a folder with gated_set.json and gate.safetensors; may be repeated (default: none)",
+        help="a folder with gated_set.json and gate.safetensors; may be repeated; one of kind xlora doubles the "
+        "programs to compile, and its requests' KV blocks (default: the demo's with the demo model and its adapters, "
+        "none otherwise)",
     )
     group.add_argument(
         "--mixes",
         metavar="FILE",
         help='a JSON file of named mixes, {"legal-french": {"legal": 0.7, "french": 0.3}}, each of which requests may '
         "give as model (default: none)",
+    )
+    group.add_argument(
+        "--retrieval-examples",
+        metavar="FILE",
+        help='JSON lines {"adapter": "legal", "prompt": "..."}: what prompts for each adapter look like, from which '
+        '"adapter_mix": "auto" finds the adapters of a request; they count in place of the examples.jsonl in the '
+        "adapter's folder (default: those files alone)",
+    )
+    group.add_argument(
+        "--retrieval",
+        action=argparse.BooleanOptionalAction,
+        help="find adapters by example prompts; --retrieval also where only adapters that are loaded later over HTTP "
+        "have some, --no-retrieval never (default: if an adapter has some at the start)",
     )
     group.add_argument(
         "--adapter-root",

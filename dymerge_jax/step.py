@@ -22,6 +22,7 @@ from dymerge_jax.lora import SlotArray
 from dymerge_jax.model import Implementations, Llama, MixContext
 from dymerge_jax.sampling import SampledTokens, SampleTargets, greedy_tokens, remember, sample
 from dymerge_jax.step_batch import AdapterMix, StepBatch, unpack_batch, unpack_rows, unpack_targets
+from dymerge_jax.xlora import ExpertWeights, XLoraArray, XLoraTokens, expert_weights, scaling_mix, xlora_tokens
 from pallas_kernels.maf_mvm import token_tile_size
 from pallas_kernels.paged_attention import build_query_tiles, query_tile_size
 from pallas_kernels.pytree import pytree_dataclass
@@ -40,6 +41,9 @@ class StepInputs:
         hold anything.
       last_tokens: [num_rows] int32, token last sampled for each row.
       batch: the work.
+      xlora: X-LoRA sets; with them the step begins with a scaling pass over the tokens of their rows. None for a step
+        of whose rows none uses one.
+      scaling_tables: as `block_tables`, of the KV cache of that pass, which lies in other blocks; None without `xlora`.
     """
 
     slots: SlotArray
@@ -48,6 +52,8 @@ class StepInputs:
     block_tables: Int[Array, "num_rows blocks_per_seq"]
     last_tokens: Int[Array, " num_rows"]
     batch: StepBatch
+    xlora: XLoraArray | None = None
+    scaling_tables: Int[Array, "num_rows blocks_per_seq"] | None = None
 
 
 @pytree_dataclass
@@ -86,16 +92,18 @@ class StepContext:
       attention: where the tokens stand.
       segments: token–LoRA pairs sorted by slot, with the static weights; None for a step without adapters.
       gated: which gate each token uses; None if there are no gated sets.
+      xlora: which X-LoRA set each token uses; None for a step or a pass without them.
     """
 
     tokens: Int[Array, " num_tokens"]
     attention: AttentionContext
     segments: Segments | None
     gated: GatedTokens | None
+    xlora: XLoraTokens | None = None
 
-    def mix(self, slots: SlotArray, gates: GateArray | None) -> MixContext:
-        """The same for the layers, with the adapters and gates that it refers to."""
-        return MixContext(slots=slots, segments=self.segments, gates=gates, tokens=self.gated)
+    def mix(self, slots: SlotArray, gates: GateArray | None, experts: ExpertWeights | None = None) -> MixContext:
+        """The same for the layers, with the adapters, gates and X-LoRA weights that it refers to."""
+        return MixContext(slots=slots, segments=self.segments, gates=gates, tokens=self.gated, expert_weights=experts)
 
 
 def step_context(
@@ -137,18 +145,42 @@ def step_context(
     with jax.named_scope("segments"):
         weights = jnp.where(places.is_real[:, None], mix.weights[token_rows], 0.0)
         is_used = weights != 0
-        gated = None
+        gated = xlora = None
+        set_ids = jnp.where(places.is_real, mix.gated_set_ids[token_rows], -1)
         if gates is not None:
-            set_ids = jnp.where(places.is_real, mix.gated_set_ids[token_rows], -1)
             gated = gated_tokens(gates, set_ids)
             is_used = is_used | gated.is_used
+        if inputs.xlora is not None:
+            xlora = xlora_tokens(inputs.xlora, set_ids)
+            is_used = is_used | (xlora.experts >= 0)
         segments = build_segments(
             weights[:, None, :],
             tile_size=token_tile_size(tokens.shape[0]),
             is_used=is_used,
             max_segments=max_slots,
         )
-    return StepContext(tokens=tokens, attention=attention, segments=segments, gated=gated)
+    return StepContext(tokens=tokens, attention=attention, segments=segments, gated=gated, xlora=xlora)
+
+
+def scaling_inputs(inputs: StepInputs) -> tuple[StepInputs, int | None]:
+    """The scaling pass of a step with X-LoRA sets, as a step without them.
+
+    Returns:
+      Its inputs, in which rows without such a set have nothing to do; and what it is to be given as `max_slots`.
+    """
+    xlora, tables, batch = inputs.xlora, inputs.scaling_tables, inputs.batch
+    assert xlora is not None, "a step without X-LoRA sets has no scaling pass"
+    assert tables is not None, "a scaling pass needs a KV cache of its own"
+    has_set = inputs.mix.gated_set_ids[batch.rows] <= -2
+    first = StepInputs(
+        slots=inputs.slots,
+        gates=None,
+        mix=scaling_mix(xlora, inputs.mix),
+        block_tables=tables,
+        last_tokens=inputs.last_tokens,
+        batch=dataclasses.replace(batch, seq_lens=jnp.where(has_set, batch.seq_lens, 0)),
+    )
+    return first, 0 if xlora.pass_weights is None else None
 
 
 def hidden_states(
@@ -159,7 +191,7 @@ def hidden_states(
     *,
     max_slots: int | None = None,
 ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
-    """Runs one batch through the layers.
+    """Runs one batch through the layers; those of its rows that use an X-LoRA set twice.
 
     Returns:
       [num_tokens, hidden] after the final norm, of no meaning for padding, and the cache with the batch's tokens in it.
@@ -167,7 +199,14 @@ def hidden_states(
     context = step_context(
         model.config, inputs, num_blocks=cache.num_blocks, block_size=cache.block_size, max_slots=max_slots
     )
-    mix = context.mix(inputs.slots, inputs.gates)
+    experts = None
+    if inputs.xlora is not None:
+        assert context.xlora is not None, "a program without adapters cannot serve X-LoRA sets"
+        with jax.named_scope("scaling_pass"):
+            first, max_first_slots = scaling_inputs(inputs)
+            hidden, cache = hidden_states(model, cache, first, implementations, max_slots=max_first_slots)
+            experts = expert_weights(model.config, inputs.xlora, context.xlora, hidden)
+    mix = context.mix(inputs.slots, inputs.gates, experts)
     return model(context.tokens, cache, context.attention, mix, implementations)
 
 
@@ -214,17 +253,22 @@ class StepTables:
       gates: gates of the gated sets; None without any.
       rows: [num_rows, num_slots + 6] int32, see `PackedRows`.
       block_tables: [num_rows, blocks_per_seq] int32, see `StepInputs`.
+      xlora, scaling_tables: see `StepInputs`.
     """
 
     slots: SlotArray
     gates: GateArray | None
     rows: Int[Array, "num_rows row_len"]
     block_tables: Int[Array, "num_rows blocks_per_seq"]
+    xlora: XLoraArray | None = None
+    scaling_tables: Int[Array, "num_rows blocks_per_seq"] | None = None
 
     def inputs(self, batch: StepBatch, last_tokens: Int[Array, " num_rows"]) -> StepInputs:
         """The same with a batch."""
         mix, _ = unpack_rows(self.rows)
-        return StepInputs(self.slots, self.gates, mix, self.block_tables, last_tokens, batch)
+        return StepInputs(
+            self.slots, self.gates, mix, self.block_tables, last_tokens, batch, self.xlora, self.scaling_tables
+        )
 
 
 @pytree_dataclass

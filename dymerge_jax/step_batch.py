@@ -26,7 +26,8 @@ class AdapterMix:
 
     Attributes:
       weights: [num_rows, num_slots] float32 weights of the static mixes; zero where a row does not use a slot.
-      gated_set_ids: [num_rows] int32 row of the gate array; -1 for rows without a gated set.
+      gated_set_ids: [num_rows] int32 row of the gate array; -1 for rows without a gated set, below that for X-LoRA's,
+        see `XLoraArray`.
     """
 
     weights: Float[Array, "num_rows num_slots"]

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from checkpoints.peft_adapter import CONFIG_FILE, WEIGHTS_FILE
+from dymerge_jax.example_lines import EXAMPLES_FILE
 from serving.errors import ForbiddenError, InvalidRequestError, UnknownModelError
 from serving.mixes import shown
 
 FORBIDDEN = "adapter_path_forbidden"
+_FILES = (CONFIG_FILE, WEIGHTS_FILE, EXAMPLES_FILE)
 
 
 class AdapterRoots:
@@ -82,7 +84,7 @@ class AdapterRoots:
         Raises:
           ForbiddenError: If something leads elsewhere.
         """
-        outside = [file for file in (CONFIG_FILE, WEIGHTS_FILE) if not self._is_below(_resolve(folder / file, file))]
+        outside = [file for file in _FILES if not self._is_below(_resolve(folder / file, file))]
         if folder.resolve() != folder:
             outside.append(str(folder))
         if outside:

@@ -8,11 +8,12 @@ replaced or unloaded stays in the engine until the requests that use it have end
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from checkpoints.errors import CheckpointError, MissingFileError
+from dymerge_jax.example_lines import EXAMPLES_FILE
 from serving.adapter_roots import AdapterRoots
 from serving.async_engine import AsyncEngine, ReadAdapter
 from serving.errors import (
@@ -26,6 +27,7 @@ from serving.errors import (
 from serving.metrics import Metrics
 from serving.mixes import AdapterEntry, ModelRegistry, shown
 from serving.protocol import LoadAdapterRequest, MixRequest, UnloadAdapterRequest, parse_adapter_mix, parse_json_object
+from serving.retrieval import Retriever, read_folder_examples
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ class Admin:
         metrics: Metrics | None = None,
         *,
         max_loads: int = MAX_LOADS,
+        retriever: Retriever | None = None,
     ) -> None:
         """Nothing is loading.
 
@@ -102,12 +105,14 @@ class Admin:
           roots: where they may come from.
           metrics: where refused loads are counted and unloaded adapters forgotten.
           max_loads: loads that may be asked for at once.
+          retriever: told of examples that come and go with adapters.
         """
         self._engine = engine
         self._registry = registry
         self._roots = roots
         self._metrics = metrics or Metrics()
         self._max_loads = max_loads
+        self._retriever = retriever
         self._num_loads = 0
         self._locks = NameLocks()
         self._readers = asyncio.Semaphore(MAX_READERS)
@@ -149,11 +154,12 @@ class Admin:
         _check_generation(name, old, fields.expected_generation)
         self._registry.check_adapter_name(name)
         async with self._readers:
-            adapter = await asyncio.to_thread(self._read, name, fields.lora_path)
+            adapter, prompts = await asyncio.to_thread(self._read, name, fields.lora_path)
         entry = adapter_entry(adapter)
         await self._add(adapter)
         try:
-            self._registry.put_adapter(entry)
+            async with self._changing(name, prompts):
+                self._registry.put_adapter(entry)
         except ServingError:
             await self._remove_if_other(entry, old)
             raise
@@ -162,11 +168,16 @@ class Admin:
         logger.info("loaded adapter %r from %s, generation %s", name, entry.root, entry.generation)
         return entry
 
-    def _read(self, name: str, lora_path: str) -> ReadAdapter:
-        """Runs in a worker thread."""
+    def _changing(self, name: str, prompts: Sequence[str] | None) -> contextlib.AbstractAsyncContextManager[None]:
+        """See `Retriever.changing`."""
+        return contextlib.nullcontext() if self._retriever is None else self._retriever.changing(name, prompts)
+
+    def _read(self, name: str, lora_path: str) -> tuple[ReadAdapter, list[str]]:
+        """An adapter and its example prompts; runs in a worker thread."""
         folder = self._roots.find(lora_path)
         try:
             adapter = self._engine.engine.read_adapter(name, folder)
+            prompts = self._examples(folder)
             self._roots.check_files(folder)
         except ServingError:
             raise
@@ -177,7 +188,14 @@ class Admin:
         except OSError as error:
             reason = error.strerror or type(error).__name__
             raise InvalidRequestError(f"adapter {str(folder)!r} cannot be read: {reason}", param="lora_path") from error
-        return adapter
+        return adapter, prompts
+
+    def _examples(self, folder: Path) -> list[str]:
+        if self._retriever is not None:
+            return read_folder_examples(folder)
+        if (folder / EXAMPLES_FILE).exists():
+            logger.warning("%s is not used: retrieval is off, --retrieval turns it on", folder / EXAMPLES_FILE)
+        return []
 
     async def _add(self, adapter: ReadAdapter) -> None:
         try:
@@ -206,7 +224,8 @@ class Admin:
         async with self._locks.hold(name):
             if name in self._registry.adapters:
                 _check_generation(name, self._registry.adapters[name], fields.expected_generation)
-            entry = self._registry.remove_adapter(name)
+            async with self._changing(name, None):
+                entry = self._registry.remove_adapter(name)
             await self._engine.call(self._engine.engine.remove_adapter, entry.adapter_id)
             await self._engine.call(self._metrics.forget_adapter, name)
         logger.info("unloaded adapter %r, generation %s", name, entry.generation)

@@ -28,11 +28,13 @@ class Bucket:
       num_tokens: flat tokens.
       num_seqs: sequences; equal to num_tokens for decode programs, less for the others.
       max_slots: adapter slots that its sequences may use together; None is any number.
+      has_scaling_pass: its program runs X-LoRA's two passes.
     """
 
     num_tokens: int
     num_seqs: int
     max_slots: int | None = None
+    has_scaling_pass: bool = False
 
     @property
     def is_decode(self) -> bool:
@@ -46,21 +48,33 @@ class Buckets:
     Attributes:
       decode: for steps of one token a sequence; several of a size may differ in the slots that they are made for.
       mixed: for all others.
+      two_pass: the same sizes again for steps with a row that uses an X-LoRA set; empty where there is no such set.
     """
 
     decode: tuple[Bucket, ...]
     mixed: tuple[Bucket, ...]
+    two_pass: tuple[Bucket, ...] = ()
 
     @property
     def all(self) -> tuple[Bucket, ...]:
-        return self.decode + self.mixed
+        return self.decode + self.mixed + self.two_pass
+
+    def with_two_passes(self) -> "Buckets":
+        """The same with programs for X-LoRA sets."""
+        sizes = [bucket for bucket in self.decode + self.mixed if bucket.max_slots is None]
+        two_pass = tuple(dataclasses.replace(bucket, has_scaling_pass=True) for bucket in sizes)
+        return dataclasses.replace(self, two_pass=two_pass)
 
     def of(self, plan: StepPlan, num_slots: int) -> Bucket:
         """The smallest bucket that holds the plan, whose sequences use `num_slots` slots together."""
+        decode, mixed = self.decode, self.mixed
+        if self.two_pass and plan.has_scaling_pass:
+            decode = [b for b in self.two_pass if b.is_decode]
+            mixed = [b for b in self.two_pass if not b.is_decode]
         if plan.is_decode:
-            fitting = [b for b in self.decode if b.num_seqs >= plan.num_seqs and num_slots <= _slots_of(b)]
+            fitting = [b for b in decode if b.num_seqs >= plan.num_seqs and num_slots <= _slots_of(b)]
         else:
-            fitting = [b for b in self.mixed if b.num_tokens >= plan.num_tokens and b.num_seqs >= plan.num_seqs]
+            fitting = [b for b in mixed if b.num_tokens >= plan.num_tokens and b.num_seqs >= plan.num_seqs]
         return min(fitting, key=lambda b: (b.num_tokens, _slots_of(b)))
 
 
@@ -106,14 +120,19 @@ class RowTables:
       num_rows: most running requests.
       blocks_per_seq: width of the block table.
       num_slots: slots of the device's adapter array.
+      has_two_caches: a request may have a second KV cache, for which there is a second block table.
     """
 
-    def __init__(self, num_rows: int, blocks_per_seq: int, num_slots: int) -> None:
+    def __init__(self, num_rows: int, blocks_per_seq: int, num_slots: int, *, has_two_caches: bool = False) -> None:
         self._owners: list[tuple[Request, int] | None] = [None] * num_rows
         self._num_blocks = [0] * num_rows
-        self._block_tables = np.zeros((num_rows, blocks_per_seq), np.int32)
+        # One for each cache: [num_rows, blocks_per_seq].
+        self._block_tables = np.zeros((2 if has_two_caches else 1, num_rows, blocks_per_seq), np.int32)
         self._rows = packed_rows(num_rows, num_slots)
-        self.block_tables: Int[Array, "num_rows blocks_per_seq"] = _upload(self._block_tables)
+        self.block_tables: Int[Array, "num_rows blocks_per_seq"] = _upload(self._block_tables[0])
+        self.scaling_tables: Int[Array, "num_rows blocks_per_seq"] | None = None
+        if has_two_caches:
+            self.scaling_tables = _upload(self._block_tables[1])
         self.rows: Int[Array, "num_rows row_len"] = _upload(self._rows.array)
 
     def update(
@@ -127,9 +146,9 @@ class RowTables:
         Args:
           chunks: of the step to come.
           slots_of: slots of an adapter; asked for those of requests that are new in their rows.
-          gated_set_ids: row of the gate array by gated set.
+          gated_set_ids: of each gated set, see `AdapterMix`.
         """
-        rows_changed = tables_changed = False
+        rows_changed = tables_changed = scaling_changed = False
         for chunk in chunks:
             request, row = chunk.request, chunk.row
             if self._owners[row] != (request, chunk.epoch):  # requests compare by identity
@@ -139,13 +158,20 @@ class RowTables:
                 rows_changed = True
             known, block_table = self._num_blocks[row], request.block_table
             if len(block_table) > known:
-                self._block_tables[row, known : len(block_table)] = block_table[known:]
+                num_caches = request.num_caches
+                for cache in range(num_caches):
+                    part = block_table[known + cache :: num_caches]
+                    first = known // num_caches
+                    self._block_tables[cache, row, first : first + len(part)] = part
                 self._num_blocks[row] = len(block_table)
                 tables_changed = True
+                scaling_changed |= num_caches > 1
         if rows_changed:
             self.rows = _upload(self._rows.array)
         if tables_changed:
-            self.block_tables = _upload(self._block_tables)
+            self.block_tables = _upload(self._block_tables[0])
+        if scaling_changed:
+            self.scaling_tables = _upload(self._block_tables[1])
 
     def _set_row(
         self,

@@ -4,7 +4,8 @@ The life of a request:
   1. `add_request` checks it and lets it wait in the scheduler, while its adapters are brought to the device.
   2. A plan admits it: it gets a row, KV blocks and pins on its adapters; those not in slots yet are copied there from
      memory of the device. Blocks that hold what its prompt begins with, computed for the same mix, are shared.
-  3. The rest of its prompt runs in prefill chunks, beside the decode rows of other requests.
+  3. The rest of its prompt runs in prefill chunks, beside the decode rows of other requests. A step in which some
+     request uses an X-LoRA set has a program that runs such rows twice: see `dymerge_jax.xlora`.
   4. The step that runs the prompt's last token samples the first output token; from then on it is a decode row. Sampled
      tokens stay on the device, where the next step reads them.
   5. The host reads the tokens of a step while the next one runs, detokenizes them and checks for the end. A step that
@@ -33,6 +34,7 @@ from dymerge_jax.lora import empty_content, empty_slots, slot_bytes, write_slot
 from dymerge_jax.model import Implementations, SplitModel, model_from_params
 from dymerge_jax.sampling import SampledTokens
 from dymerge_jax.step import StepTables
+from dymerge_jax.xlora import GatedSet, XLoraSetWeights, build_xlora_array, place_xlora_experts, set_id_of_row
 from serving.adapter_loader import STAGING_SLOTS, AdapterLoader, thread_pools, to_device
 from serving.adapter_store import AdapterStore, StoredAdapter, adapter_name, not_loaded
 from serving.batch import Bucket, Buckets, RowTables, build_batch
@@ -90,7 +92,7 @@ class Engine:
         model: SplitModel,
         tokenizer: Any,
         store: AdapterStore,
-        gated_sets: Sequence[GatedSetWeights],
+        gated_sets: Sequence[GatedSet],
         config: EngineConfig,
         *,
         metrics: Metrics | None = None,
@@ -124,21 +126,28 @@ class Engine:
         self.gated_sets = tuple(_with_expert_ids(gated_set, store) for gated_set in gated_sets)
         self.metrics = metrics or Metrics()
         self._clock = clock
-        self._gated_set_ids = {s.name: i for i, s in enumerate(self.gated_sets)}
+        self._plain_sets = [s for s in self.gated_sets if isinstance(s, GatedSetWeights)]
+        self._xlora_sets = [s for s in self.gated_sets if isinstance(s, XLoraSetWeights)]
+        self._gated_set_ids = {s.name: i for i, s in enumerate(self._plain_sets)}
+        self._gated_set_ids |= {s.name: set_id_of_row(i) for i, s in enumerate(self._xlora_sets)}
         self._make_slots()
         num_slots = self._slots.num_slots
-        self._gates = build_gate_array(model.config, self.gated_sets, num_slots=num_slots)
+        self._gates = build_gate_array(model.config, self._plain_sets, num_slots=num_slots)
+        self._xlora = build_xlora_array(self._xlora_sets, num_slots=num_slots)
+        has_two_caches = self._xlora is not None
+        num_caches = 2 if has_two_caches else 1
         num_staging_slots = min(STAGING_SLOTS, config.adapter_slots)
         readers, copiers = thread_pools() if loads_in_background else (None, None)
         if loads_in_background:
             store.start_readers()
         self.loader = AdapterLoader(store, staging_slots=num_staging_slots, readers=readers, copiers=copiers)
         num_blocks = config.num_blocks or _blocks_that_fit(model, config, num_staging_slots)
-        self.max_model_len = _max_model_len(model, config, num_blocks)
+        # So that a request of the greatest length fits, whatever it uses.
+        self.max_model_len = _max_model_len(model, config, num_blocks, num_caches)
         blocks_per_seq = -(-self.max_model_len // config.block_size)
-        self._num_blocks = min(num_blocks, config.max_num_seqs * blocks_per_seq)
+        self._num_blocks = min(num_blocks, config.max_num_seqs * blocks_per_seq * num_caches)
         self._make_cache()
-        self._rows = RowTables(config.max_num_seqs, blocks_per_seq, num_slots)
+        self._rows = RowTables(config.max_num_seqs, blocks_per_seq, num_slots, has_two_caches=has_two_caches)
         self.slot_cache = SlotCache(config.adapter_slots)
         block_pool = BlockPool(self._num_blocks, config.block_size)
         self.scheduler = Scheduler(
@@ -152,9 +161,12 @@ class Engine:
             max_model_len=self.max_model_len,
             staging=self.loader,
             max_slot_writes=_MAX_SLOT_WRITES,
+            two_cache_sets=frozenset(s.name for s in self._xlora_sets),
         )
         self.metrics.watch_queues(self.scheduler.running_tally, self.scheduler.waiting_tally)
         self.buckets = buckets or pick_buckets(config.max_num_seqs, config.max_num_batched_tokens, config.adapter_slots)
+        if has_two_caches:
+            self.buckets = self.buckets.with_two_passes()
         self._programs = StepPrograms(model, self.buckets, implementations)
         self._in_flight: _InFlight | None = None
         self._detokenizers: dict[str, IncrementalDetokenizer] = {}
@@ -172,7 +184,7 @@ class Engine:
         """Compiles every program the engine will ever run, and runs each once."""
         start_s = time.perf_counter()
         programs = self._programs
-        programs.compile(self._cache, self._last_tokens, self._tables(), progress=progress)
+        programs.compile(self._cache, self._last_tokens, self._tables, progress=progress)
         self._warm_up()
         logger.info("compiled %d programs in %.1f s", programs.num_programs, time.perf_counter() - start_s)
 
@@ -181,8 +193,12 @@ class Engine:
         """Programs compiled so far."""
         return self._programs.num_programs
 
-    def _tables(self) -> StepTables:
-        return StepTables(self._slots, self._gates, self._rows.rows, self._rows.block_tables)
+    def _tables(self, bucket: Bucket) -> StepTables:
+        rows = self._rows
+        tables = StepTables(self._slots, self._gates, rows.rows, rows.block_tables)
+        if not bucket.has_scaling_pass:
+            return tables
+        return dataclasses.replace(tables, xlora=self._xlora, scaling_tables=rows.scaling_tables)
 
     def _warm_up(self) -> None:
         """Runs programs once on an empty batch, and slot updates, so that no request pays for a first call."""
@@ -410,7 +426,7 @@ class Engine:
         return _InFlight(plan=plan, sampled=sampled, dispatched_s=start_s)
 
     def _run(self, plan: StepPlan, bucket: Bucket, sampler: Sampler) -> SampledTokens:
-        batch, tables = build_batch(plan, bucket), self._tables()
+        batch, tables = build_batch(plan, bucket), self._tables(bucket)
         result = self._programs.forward(bucket, self._cache, self._last_tokens, tables, batch)
         self._cache, self._last_tokens = result.cache, result.last_tokens
         sampled, self._last_tokens = self._programs.sample(sampler, result, tables, batch)
@@ -424,9 +440,13 @@ class Engine:
             contents = self.loader.take(load.adapter_id)
             for slot_id, content in zip(load.slot_ids, contents, strict=True):
                 self._slots = write_slot(self._slots, slot_id, content)
-        if loads and self._gates is not None:
-            resident = {name: self.slot_cache.lookup(name) or () for name in self.slot_cache.resident}
-            self._gates = place_experts(self._gates, self.gated_sets, resident)
+        if not loads or not self.gated_sets:
+            return
+        resident = {name: self.slot_cache.lookup(name) or () for name in self.slot_cache.resident}
+        if self._gates is not None:
+            self._gates = place_experts(self._gates, self._plain_sets, resident)
+        if self._xlora is not None:
+            self._xlora = place_xlora_experts(self._xlora, self._xlora_sets, resident)
 
     # Reading a step's tokens
 
@@ -528,7 +548,7 @@ def hand_over_quickly() -> None:
 def build_engine(
     model: LoadedModel,
     adapters: Sequence[tuple[str, Path]],
-    gated_sets: Sequence[GatedSetWeights],
+    gated_sets: Sequence[GatedSet],
     config: EngineConfig,
     *,
     metrics: Metrics | None = None,
@@ -563,7 +583,7 @@ def build_engine(
     return engine
 
 
-def _with_expert_ids(gated_set: GatedSetWeights, store: AdapterStore) -> GatedSetWeights:
+def _with_expert_ids(gated_set: GatedSet, store: AdapterStore) -> GatedSet:
     """The set with ids of adapters in place of their names."""
     ids = {expert: expert if expert in store else store.id_of(expert) for expert in gated_set.experts}
     if missing := [expert for expert, adapter_id in ids.items() if adapter_id is None]:
@@ -624,9 +644,13 @@ def _blocks_that_fit(model: SplitModel, config: EngineConfig, num_staging_slots:
     return free_bytes // bytes_per_block
 
 
-def _max_model_len(model: SplitModel, config: EngineConfig, num_blocks: int) -> int:
-    """The limit asked for, or as much of the model's own as one request can have in the KV blocks."""
-    room = num_blocks * config.block_size
+def _max_model_len(model: SplitModel, config: EngineConfig, num_blocks: int, num_caches: int) -> int:
+    """The limit asked for, or as much of the model's own as one request can have in the KV blocks, in each cache."""
+    room = num_blocks // num_caches * config.block_size
+    if room == 0:
+        raise ValueError(
+            f"there is {num_blocks} KV block, but X-LoRA needs one in each of 2 caches; raise --num-blocks"
+        )
     if config.max_model_len is None:
         return min(model.config.max_position, room)
     if config.max_model_len > model.config.max_position:
@@ -636,6 +660,7 @@ def _max_model_len(model: SplitModel, config: EngineConfig, num_blocks: int) -> 
     if config.max_model_len > room:
         raise ValueError(
             f"--max-model-len is {config.max_model_len}, but the KV cache holds {room} tokens ({num_blocks} blocks of "
-            f"{config.block_size}); lower it or raise --num-blocks"
+            f"{config.block_size}{', in two caches for X-LoRA' if num_caches > 1 else ''}); lower it or raise "
+            "--num-blocks"
         )
     return config.max_model_len

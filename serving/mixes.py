@@ -9,6 +9,7 @@ import reprlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from serving.auto_mix import AUTO, AutoMix, is_auto_name, parse_auto_mix
 from serving.errors import ConflictError, InvalidRequestError, UnknownModelError
 from serving.request import MAX_FLOAT32, Mix
 
@@ -48,8 +49,13 @@ def check_names(names: Sequence[str]) -> None:
     """Checks that base model, adapters, gated sets and named mixes can be told apart.
 
     Raises:
-      ValueError: If a name is given more than once; all of them are named.
+      ValueError: If a name is given more than once, or asks for retrieval; all of them are named.
     """
+    if reserved := [name for name in names if is_auto_name(name)]:
+        raise ValueError(
+            f"the names {', '.join(map(repr, reserved))} are taken: requests ask by {AUTO!r} for the adapters that fit "
+            "their prompt; name an adapter apart with --adapters NAME=FOLDER, the base with --served-model-name"
+        )
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
             f"the names {', '.join(map(repr, repeated))} are given more than once among base model, adapters, gated "
@@ -253,8 +259,45 @@ class ModelRegistry:
             return tuple(self.adapters[name].adapter_id for name in experts)
         return mix.adapters
 
-    def cards(self, created: int, max_model_len: int) -> list[dict[str, Any]]:
-        """The entries of /v1/models: base first, then adapters, gated sets and mixes with the base as `parent`."""
+    def auto_mix(
+        self,
+        model: str | None,
+        adapter_mix: Mapping[str, float] | AutoMix | None,
+        lora: Sequence[tuple[int | str, float]] | None,
+    ) -> tuple[AutoMix, str] | None:
+        """The mix that a request leaves to the server, and the field that says so; None if it names its adapters.
+
+        Raises:
+          UnknownModelError: If `model` does not exist.
+          InvalidRequestError: If another selector is given beside it, or it has another form.
+        """
+        is_model = model is not None and is_auto_name(model)
+        if not is_model and not isinstance(adapter_mix, AutoMix):
+            return None
+        other = "lora" if lora is not None else "adapter_mix" if is_model and adapter_mix is not None else None
+        if not is_model:
+            self._check_model(model)
+            if model not in (None, self.base_name):
+                other = other or f"model {model!r}"
+        if other is not None:
+            asked = f"model {model!r}" if is_model else "adapter_mix"
+            raise InvalidRequestError(
+                f"{asked} leaves the choice of adapters to the server, but {other} is given too; leave one out",
+                param=other if other in ("lora", "adapter_mix") else "adapter_mix",
+            )
+        if isinstance(adapter_mix, AutoMix):
+            return adapter_mix, "adapter_mix"
+        assert model is not None
+        return parse_auto_mix(model, "model"), "model"
+
+    def cards(self, created: int, max_model_len: int, *, has_auto: bool = False) -> list[dict[str, Any]]:
+        """The entries of /v1/models: base first, then adapters, gated sets and mixes with the base as `parent`.
+
+        Args:
+          created: in seconds since 1970.
+          max_model_len: most tokens of a request.
+          has_auto: adapters can be found for a prompt.
+        """
         return [
             {
                 "id": name,
@@ -266,10 +309,10 @@ class ModelRegistry:
                 "max_model_len": max_model_len,
             }
             | more
-            for name, root, parent, more in self._card_parts()
+            for name, root, parent, more in self._card_parts(has_auto)
         ]
 
-    def _card_parts(self) -> Iterator[tuple[str, str | None, str | None, dict[str, Any]]]:
+    def _card_parts(self, has_auto: bool) -> Iterator[tuple[str, str | None, str | None, dict[str, Any]]]:
         """Id, root, parent and what else a card says."""
         yield self.base_name, self.base_root, None, {}
         for adapter in self.adapters.values():
@@ -278,6 +321,8 @@ class ModelRegistry:
             yield gated_set.name, gated_set.root, self.base_name, {}
         for name, weights in self.mixes.items():
             yield name, None, self.base_name, {"adapter_mix": weights}
+        if has_auto:
+            yield AUTO, None, self.base_name, {}
 
     def _kind(self, name: str) -> str | None:
         """What a name stands for, in a user's words; None for nothing."""
@@ -340,6 +385,11 @@ def _check_name(name: str, param: str) -> None:
         raise InvalidRequestError(
             f"{param} is {shown(name)}; expected a name of 1 to {MAX_NAME_LEN} characters", param=param
         )
+    if is_auto_name(name):
+        raise InvalidRequestError(
+            f"{param} is {shown(name)}, by which requests ask for the adapters that fit their prompt; choose another",
+            param=param,
+        )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -372,6 +422,15 @@ def parse_adapter_mix(value: object) -> dict[str, float] | None:
             )
         weights[name] = _weight(weight, f"adapter_mix[{i}].weight", "adapter_mix")
     return weights
+
+
+def parse_request_mix(value: object) -> dict[str, float] | AutoMix | None:
+    """The field `adapter_mix` of a request, which may leave the choice to the server.
+
+    Raises:
+      InvalidRequestError: See `parse_adapter_mix` and `parse_auto_mix`.
+    """
+    return parse_auto_mix(value, "adapter_mix") if isinstance(value, str) else parse_adapter_mix(value)
 
 
 def parse_lora(value: object) -> list[tuple[int | str, float]] | None:

@@ -79,6 +79,11 @@ class StepPlan:
         return all(chunk.num_tokens == 1 for chunk in self.chunks)
 
     @property
+    def has_scaling_pass(self) -> bool:
+        """True if a request of the step has a second KV cache: the step needs X-LoRA's program."""
+        return any(chunk.request.num_caches > 1 for chunk in self.chunks)
+
+    @property
     def adapters(self) -> set[str]:
         """All adapters that the step's requests use."""
         return {name for chunk in self.chunks for name in chunk.request.adapters}

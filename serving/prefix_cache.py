@@ -3,7 +3,7 @@
 The keys and values of a block depend on its tokens, on every token before them, and on the adapters and weights that
 they were computed with. A block's key is therefore a chain: SHA-256 of the key before it and of the block's tokens,
 beginning with that of the mix. Two requests share a block only if keys agree, so never across mixes, and a collision
-would be one of SHA-256.
+would be one of SHA-256. The two KV caches of an X-LoRA request have different keys, both of them its mix's own.
 """
 
 import array
@@ -38,38 +38,45 @@ class PrefixCache:
         That token is computed even if its block is there: the next one is sampled from what it gives.
         """
         block_ids: list[int] = []
-        keys, most = request.block_keys, (request.num_known_tokens - 1) // self.block_pool.block_size
+        num_caches = request.num_caches
+        keys, most = request.block_keys, (request.num_known_tokens - 1) // self.block_pool.block_size * num_caches
         while len(block_ids) < most:
             i = len(block_ids)
             if i == len(keys):  # twice as many each time: few for a prompt that nobody has asked before
-                self._extend_keys(request, min(2 * i + 1, most))
+                self._extend_keys(request, min(2 * i + num_caches, most))
             block_id = self.block_pool.find(keys[i])
             if block_id is None:
                 break
             block_ids.append(block_id)
-        return block_ids
+        return block_ids[: len(block_ids) // num_caches * num_caches]
 
     def register(self, request: Request) -> None:
         """Lets every full block of a running request be found, as far as its tokens are computed and known."""
-        num_full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_pool.block_size
+        num_tokens = min(request.num_computed_tokens, request.num_known_tokens)
+        num_full = num_tokens // self.block_pool.block_size * request.num_caches
         self._extend_keys(request, num_full)
         for i in range(request.num_registered_blocks, num_full):
             self.block_pool.register(request.block_table[i], request.block_keys[i])
         request.num_registered_blocks = num_full
 
     def _extend_keys(self, request: Request, num_blocks: int) -> None:
-        """Sees to the keys of the request's first blocks, whose tokens are known; each is computed once a request."""
-        keys = request.block_keys
+        """Sees to the keys of the request's first blocks, whose tokens are known; each is computed once a request.
+
+        With two caches, the blocks of one position have one key in the chain, and the second a key made of that.
+        """
+        keys, num_caches = request.block_keys, request.num_caches
         if len(keys) >= num_blocks:
             return
         block_size = self.block_pool.block_size
-        token_ids = array.array("i", request.token_ids(len(keys) * block_size, num_blocks * block_size))
+        first, stop = len(keys) // num_caches * block_size, num_blocks // num_caches * block_size
+        token_ids = array.array("i", request.token_ids(first, stop))
         num_bytes = block_size * token_ids.itemsize
         content = token_ids.tobytes()
-        key = keys[-1] if keys else _mix_key(request)
+        key = keys[-num_caches] if keys else _mix_key(request)
         for start in range(0, len(content), num_bytes):
             key = hashlib.sha256(key + content[start : start + num_bytes]).digest()
             keys.append(key)
+            keys += [hashlib.sha256(key + bytes([cache])).digest() for cache in range(1, num_caches)]
 
 
 def _mix_key(request: Request) -> bytes:

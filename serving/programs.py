@@ -196,19 +196,26 @@ class StepPrograms:
         return len(self._forward) + len(self._sample)
 
     def compile(
-        self, cache: KVCache, last_tokens: Int[Array, " num_rows"], tables: StepTables, *, progress: bool
+        self,
+        cache: KVCache,
+        last_tokens: Int[Array, " num_rows"],
+        tables: Callable[[Bucket], StepTables],
+        *,
+        progress: bool,
     ) -> None:
         """Compiles a forward step for every bucket and the samplers for every number of sequences.
 
         Args:
-          cache, last_tokens, tables: as every call of `forward` has them.
+          cache, last_tokens: as every call of `forward` has them.
+          tables: what calls of `forward` with a bucket have.
           progress: show a progress bar.
         """
         jobs = [
-            functools.partial(self._compile_forward, bucket, cache, last_tokens, tables) for bucket in self._buckets.all
+            functools.partial(self._compile_forward, bucket, cache, last_tokens, tables(bucket))
+            for bucket in self._buckets.all
         ]
         jobs += [
-            functools.partial(self._compile_sampler, num_seqs, sampler, last_tokens, tables)
+            functools.partial(self._compile_sampler, num_seqs, sampler, last_tokens, tables(self._buckets.all[0]))
             for num_seqs in sorted({b.num_seqs for b in self._buckets.all})
             for sampler in SAMPLER_PROGRAMS
         ]

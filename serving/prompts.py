@@ -65,9 +65,9 @@ class PromptEncoder:
         """The text of one token alone; incomplete characters read as U+FFFD."""
         return self._tokenizer("logprobs").backend_tokenizer.decode([token_id], skip_special_tokens=False)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a prompt given as token ids."""
-        return self._tokenizer("echo").backend_tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, param: str = "echo") -> str:
+        """The text of a prompt given as token ids; `param` names the field that asks for it, in errors."""
+        return self._tokenizer(param).backend_tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         for token_id in token_ids:

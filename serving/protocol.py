@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
+from serving.auto_mix import FORMS, AutoMix
 from serving.errors import InvalidRequestError
-from serving.mixes import parse_adapter_mix, parse_lora, shown
+from serving.mixes import parse_adapter_mix, parse_lora, parse_request_mix, shown
 from serving.request import MAX_LOGPROBS
 
 MAX_STOP_STRINGS = 16
@@ -100,6 +101,13 @@ Weights = Annotated[
     pydantic.PlainValidator(parse_adapter_mix, json_schema_input_type=dict[str, float] | list[dict[str, Any]] | None),
 ]
 
+RequestMix = Annotated[
+    dict[str, float] | AutoMix | None,
+    pydantic.PlainValidator(
+        parse_request_mix, json_schema_input_type=dict[str, float] | list[dict[str, Any]] | str | None
+    ),
+]
+
 
 class StreamOptions(_Fields):
     """How a stream is sent; `include_obfuscation` of OpenAI's API is accepted and has no effect."""
@@ -112,8 +120,10 @@ class GenerationFields(_Fields):
     """What completions and chat share. None means the default named in the description."""
 
     model: str | None = Field(None, description="Base, adapter, gated set or named mix; the base where it is left out.")
-    adapter_mix: Weights = Field(
-        None, description="Weights by adapter, as an object or as a list of {adapter, weight}; {} is the base."
+    adapter_mix: RequestMix = Field(
+        None,
+        description="Weights by adapter, as an object or as a list of {adapter, weight}; {} is the base. Or the "
+        f"adapters that fit the prompt: {FORMS}.",
     )
     lora: Annotated[
         list[tuple[int | str, float]] | None,

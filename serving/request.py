@@ -144,8 +144,11 @@ class Request:
       num_computed_tokens: leading tokens whose keys and values are written, counting dispatched steps.
       num_in_flight: tokens sampled by dispatched steps and not read yet.
       row: the engine row it owns while RUNNING, in 0..max_num_seqs-1; None otherwise.
+      num_caches: KV caches that each of its tokens is written to: 2 with an X-LoRA set, whose scaling pass has one of
+        its own, else 1. Set by `Scheduler.add`.
       block_table: the KV blocks it owns while RUNNING, in order of position; empty otherwise. The leading ones may
-        have further owners; see `PrefixCache`.
+        have further owners; see `PrefixCache`. With two caches, a position has one block after the other: first that of
+        the pass that gives the answer.
       num_registered_blocks: leading blocks of the table that others can find; those with further owners among them.
       block_keys: what `PrefixCache` knows its leading blocks by, as far as that was needed yet.
       num_cached_tokens: prompt tokens that its first admission found computed.
@@ -170,6 +173,7 @@ class Request:
     num_computed_tokens: int = 0
     num_in_flight: int = 0
     row: int | None = None
+    num_caches: int = 1
     block_table: list[int] = dataclasses.field(default_factory=list)
     num_registered_blocks: int = 0
     block_keys: list[bytes] = dataclasses.field(default_factory=list)

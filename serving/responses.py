@@ -3,7 +3,7 @@
 import abc
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -77,16 +77,25 @@ class AnswerFormat(abc.ABC):
       answer_id, created, model: as the client sees them; `created` in seconds since 1970.
       encoder: gives the texts of tokens for log probabilities.
       num_top_logprobs: alternatives a token; None for no log probabilities.
+      mixes: by choice, the mix that was found for its prompt; a whole answer and the first chunk of a stream say it.
     """
 
     def __init__(
-        self, answer_id: str, created: int, model: str, encoder: PromptEncoder, num_top_logprobs: int | None
+        self,
+        answer_id: str,
+        created: int,
+        model: str,
+        encoder: PromptEncoder,
+        num_top_logprobs: int | None,
+        *,
+        mixes: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
         self.answer_id = answer_id
         self.created = created
         self.model = model
         self.encoder = encoder
         self.num_top_logprobs = num_top_logprobs
+        self.mixes = mixes or {}
         self._frames: dict[int, tuple[bytes, bytes]] = {}  # by choice: what stands around the text of an event
 
     def chunk_event(self, choices: Sequence[dict[str, Any]], *, has_usage: bool) -> bytes:
@@ -125,6 +134,9 @@ class AnswerFormat(abc.ABC):
     def envelope(self, choices: Sequence[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
         """What stands around the choices."""
 
+    def _with_mix(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
+        return choice | {"adapter_mix": self.mixes[index]} if index in self.mixes else choice
+
     def _token_text(self, token_id: int) -> str:
         return self.encoder.decode_token(token_id)
 
@@ -144,20 +156,25 @@ class CompletionFormat(AnswerFormat):
         encoder: PromptEncoder,
         num_top_logprobs: int | None,
         echoes: dict[int, str],
+        *,
+        mixes: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
-        super().__init__(answer_id, created, model, encoder, num_top_logprobs)
+        super().__init__(answer_id, created, model, encoder, num_top_logprobs, mixes=mixes)
         self.echoes = echoes
         self._text_offsets: dict[int, int] = {}  # by choice: characters of its tokens so far
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        return self._choice(index, self.echoes[index], None, None) if index in self.echoes else None
+        if index not in self.echoes and index not in self.mixes:
+            return None
+        return self._with_mix(index, self._choice(index, self.echoes.get(index, ""), None, None))
 
     def delta(self, index: int, output: RequestOutput) -> dict[str, Any]:
         return self._choice(index, output.text, self._logprobs(index, output.logprobs), output.finish_reason)
 
     def choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
         logprobs = self._logprobs(index, output.logprobs)
-        return self._choice(index, self.echoes.get(index, "") + output.text, logprobs, output.finish_reason)
+        text = self.echoes.get(index, "") + output.text
+        return self._with_mix(index, self._choice(index, text, logprobs, output.finish_reason))
 
     def envelope(self, choices: Sequence[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
         return {
@@ -200,14 +217,15 @@ class ChatFormat(AnswerFormat):
 
     def opening(self, index: int) -> dict[str, Any] | None:
         delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._with_mix(index, {"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 
     def delta(self, index: int, output: RequestOutput) -> dict[str, Any]:
         delta = {"content": output.text} if output.text else {}
         return self._choice(index, "delta", delta, output)
 
     def choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        return self._choice(index, "message", {"role": "assistant", "content": output.text, "refusal": None}, output)
+        message = {"role": "assistant", "content": output.text, "refusal": None}
+        return self._with_mix(index, self._choice(index, "message", message, output))
 
     def envelope(self, choices: Sequence[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
         return {

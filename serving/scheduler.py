@@ -59,6 +59,9 @@ class Scheduler:
     dispatched and the host knows their tokens; a failed step makes all of them unknown. A block is free for others
     when its last owner has released it.
 
+    Two caches. A request with an X-LoRA set has a KV cache for each of its two passes, and so two blocks for the same
+    positions, which it gets, shares and gives up together: all that is said of blocks here counts both.
+
     Preemption. When blocks run out, the running request that arrived last gives up what it owns and waits again, with
     its arrival time, to compute its tokens anew, but for those in blocks that are still there then. Only later arrivals
     are preempted for a request, until there is a block that they alone owned; so the oldest one always advances. A
@@ -107,6 +110,7 @@ class Scheduler:
         max_model_len: int,
         staging: Staging | None = None,
         max_slot_writes: int | None = None,
+        two_cache_sets: Set[str] = frozenset(),
     ) -> None:
         """Nothing waits and nothing runs.
 
@@ -121,6 +125,7 @@ class Scheduler:
           staging: adapters at hand; None: all are.
           max_slot_writes: most slots that a step writes into while others run, unless one request alone needs more;
             None for no limit.
+          two_cache_sets: gated sets whose requests have two KV caches, and a block in each for the same positions.
         """
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
@@ -139,6 +144,7 @@ class Scheduler:
         self.running_tally = AdapterTally()
         self._staging = staging
         self._max_slot_writes = max_slot_writes
+        self._two_cache_sets = two_cache_sets
         self._requests: dict[str, Request] = {}  # waiting and running
         self._waiting = WaitingQueue(num_slots_by_adapter)
         self._running: list[Request] = []  # by admission
@@ -188,8 +194,8 @@ class Scheduler:
         if num_blocks > self.block_pool.num_blocks:
             raise InvalidRequestError(
                 f"max_tokens is {request.sampling.max_tokens}, which with a prompt of {request.num_prompt_tokens} "
-                f"tokens needs {num_blocks} KV blocks of {self.block_pool.block_size} tokens, but there are "
-                f"{self.block_pool.num_blocks}; lower max_tokens or raise --num-blocks",
+                f"tokens needs {num_blocks} KV blocks of {self.block_pool.block_size} tokens{_in_caches(request)}, but "
+                f"there are {self.block_pool.num_blocks}; lower max_tokens or raise --num-blocks",
                 param="max_tokens",
             )
         slots_by_adapter = self._num_slots(request)
@@ -212,6 +218,7 @@ class Scheduler:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use; give each request its own", param="request_id"
             )
+        request.num_caches = 2 if request.mix.gated_set in self._two_cache_sets else 1
         self.check_request(request)
         request.sequence_number = self._num_added
         request.token_limit = self._token_limit(request)
@@ -293,7 +300,8 @@ class Scheduler:
             assert request.num_computed_tokens == chunk.start, f"{request} does not go on at {chunk.start}"
             num_computed = request.num_computed_tokens = chunk.start + chunk.num_tokens
             request.num_in_flight += chunk.samples
-            if prefix_cache is not None and num_computed >= (request.num_registered_blocks + 1) * block_size:
+            num_registered = request.num_registered_blocks // request.num_caches * block_size
+            if prefix_cache is not None and num_computed >= num_registered + block_size:
                 prefix_cache.register(request)
 
     def fail(self, plan: StepPlan) -> list[Request]:
@@ -328,7 +336,8 @@ class Scheduler:
         assert pins == self.slot_cache.num_pins, f"running requests use {pins}, pinned {self.slot_cache.num_pins}"
         for request in self._running:
             assert request.phase is Phase.RUNNING, f"{request} is listed as running"
-            num_covered = len(request.block_table) * self.block_pool.block_size
+            assert len(request.block_table) % request.num_caches == 0, f"{request} has blocks in one cache only"
+            num_covered = self._num_covered(request, request.block_table)
             assert request.num_computed_tokens <= num_covered, f"{request} has blocks for {num_covered} tokens"
             own = request.block_table[request.num_registered_blocks :]
             assert all(num_owners[block_id] == 1 for block_id in own), f"{request} shares a block that it is to write"
@@ -357,10 +366,9 @@ class Scheduler:
         start = request.num_computed_tokens
         num_uncomputed = request.num_uncomputed_tokens
         num_tokens = min(num_uncomputed, draft.budget)
-        block_size = self.block_pool.block_size
-        if start + num_tokens > len(request.block_table) * block_size:
+        if start + num_tokens > self._num_covered(request, request.block_table):
             self._grow_block_table(request, start + num_tokens, draft)
-            num_tokens = min(num_tokens, len(request.block_table) * block_size - start)
+            num_tokens = min(num_tokens, self._num_covered(request, request.block_table) - start)
         if num_tokens == 0:
             return
         assert request.row is not None
@@ -377,14 +385,15 @@ class Scheduler:
 
     def _grow_block_table(self, request: Request, num_tokens: int, draft: "_Draft") -> None:
         """Gives the request blocks for its first `num_tokens` tokens, or as many as later arrivals can yield."""
-        num_missing = self.block_pool.blocks_for(num_tokens) - len(request.block_table)
+        num_missing = self._blocks_for(request, num_tokens) - len(request.block_table)
         while num_missing > self.block_pool.num_free:
             draft.is_short_of_blocks = True
             victim = self._victim(request, draft)
             if victim is None:
                 break
             self._preempt(victim, draft)
-        block_ids = self.block_pool.allocate(max(0, min(num_missing, self.block_pool.num_free)))
+        num_left = max(0, min(num_missing, self.block_pool.num_free))
+        block_ids = self.block_pool.allocate(num_left - num_left % request.num_caches)
         assert block_ids is not None
         request.block_table += block_ids
 
@@ -454,7 +463,7 @@ class Scheduler:
         num_blocks = self._promised_blocks(request) if room.claimed_by is None else self._most_blocks(request)
         if num_blocks - self.block_pool.count_owned(shared) > room.num_blocks:
             return None
-        num_tokens = request.num_uncomputed_tokens - len(shared) * self.block_pool.block_size
+        num_tokens = request.num_uncomputed_tokens - self._num_covered(request, shared)
         return shared if room.claimed_by is None or num_tokens <= budget else None
 
     def _has_slots(self, request: Request, room: "_Room") -> bool:
@@ -524,7 +533,7 @@ class Scheduler:
         self.block_pool.share(shared)  # before any of them is handed out as free
         request.block_table = shared
         request.num_registered_blocks = len(shared)
-        request.num_computed_tokens = len(shared) * self.block_pool.block_size
+        request.num_computed_tokens = self._num_covered(request, shared)
         if request.epoch == 0:
             request.num_cached_tokens = request.num_computed_tokens
         request.row = heapq.heappop(self._free_rows)
@@ -566,13 +575,22 @@ class Scheduler:
 
     def _most_blocks(self, request: Request) -> int:
         """Blocks at its greatest length; the last token ends the request and is never written."""
-        return self.block_pool.blocks_for(self._token_limit(request) - 1)
+        return self._blocks_for(request, self._token_limit(request) - 1)
+
+    def _blocks_for(self, request: Request, num_tokens: int) -> int:
+        """Blocks that hold so many of the request's tokens, in all its caches."""
+        return self.block_pool.blocks_for(num_tokens) * request.num_caches
+
+    def _num_covered(self, request: Request, block_ids: Sequence[int]) -> int:
+        """Tokens that these blocks of the request hold in each of its caches."""
+        return len(block_ids) // request.num_caches * self.block_pool.block_size
 
     def _promised_blocks(self, request: Request) -> int:
         """Blocks still to come for its known tokens and one block more, or for its greatest length; see the class."""
         wanted = self._most_blocks(request)
         if not request.has_overtaken:
-            wanted = min(wanted, self.block_pool.blocks_for(request.num_total_tokens) + 1)
+            one_more = request.num_total_tokens + self.block_pool.block_size
+            wanted = min(wanted, self._blocks_for(request, one_more))
         return max(0, wanted - len(request.block_table))
 
     def _num_slots(self, request: Request) -> dict[str, int]:
@@ -706,6 +724,10 @@ class _Fitting:
         is_too_large = waiting.count_slots_outside(resident).values() > staging.max_slots
         is_staged_in_part = num_not_at_hand < waiting.count_adapters_outside(resident).values()
         return (num_not_at_hand == 0) | (is_too_large & is_staged_in_part)
+
+
+def _in_caches(request: Request) -> str:
+    return f" ({request.num_caches} KV caches)" if request.num_caches > 1 else ""
 
 
 def _counts_text(num_slots: dict[str, int]) -> str:

@@ -37,6 +37,7 @@ from serving.prompts import PromptEncoder
 from serving.protocol import (
     ChatRequest,
     CompletionRequest,
+    GenerationFields,
     LoadAdapterRequest,
     MixRequest,
     UnloadAdapterRequest,
@@ -45,6 +46,7 @@ from serving.protocol import (
 )
 from serving.queue_bound import DEFAULT_MAX_WAITING
 from serving.responses import error_response
+from serving.retrieval import Retriever
 from serving.service import Job, OpenAIService
 
 logger = logging.getLogger(__name__)
@@ -166,6 +168,7 @@ def create_app(
     render_metrics: Callable[[], tuple[bytes, str]],
     config: ServerConfig,
     metrics: Metrics | None = None,
+    retriever: Retriever | None = None,
 ) -> fastapi.FastAPI:
     """The ASGI application; its lifespan starts and ends the engine's thread.
 
@@ -176,10 +179,11 @@ def create_app(
       render_metrics: gives the exposition text of /metrics and its content type.
       config: settings of the HTTP side.
       metrics: where refused loads are counted and unloaded adapters forgotten.
+      retriever: finds adapters for prompts; None refuses requests that want that.
     """
     access = Access(config.api_key, config.admin_api_key)
-    admin = Admin(engine, registry, AdapterRoots(config.adapter_roots), metrics)
-    service = OpenAIService(engine, registry, encoder, max_choices=config.max_choices)
+    admin = Admin(engine, registry, AdapterRoots(config.adapter_roots), metrics, retriever=retriever)
+    service = OpenAIService(engine, registry, encoder, max_choices=config.max_choices, retriever=retriever)
     created = int(time.time())
 
     @contextlib.asynccontextmanager
@@ -193,6 +197,17 @@ def create_app(
     _add_error_handlers(app)
     _add_admin_routes(app, admin, access, config.max_body_bytes)
 
+    async def job_of[T: GenerationFields](
+        request: fastapi.Request, fields: T, make: Callable[[T], Coroutine[Any, Any, Job]]
+    ) -> Job:
+        """Where it has to wait for the engine, it ends as soon as the client is gone."""
+        is_watched = service.is_auto(fields)
+        return await (until_disconnect(request.receive, make(fields)) if is_watched else make(fields))
+
+    def cards() -> list[dict[str, Any]]:
+        has_auto = retriever is not None and retriever.num_candidates > 0
+        return registry.cards(created, encoder.max_model_len, has_auto=has_auto)
+
     async def respond(request: fastapi.Request, job: Job) -> fastapi.Response:
         generation = engine.begin(job.requests)
         if not job.is_stream:
@@ -203,17 +218,17 @@ def create_app(
 
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: fastapi.Request) -> fastapi.Response:
-        body = await read_body(request, config.max_body_bytes)
-        return await respond(request, await service.completion_job(parse_body(CompletionRequest, body)))
+        fields = parse_body(CompletionRequest, await read_body(request, config.max_body_bytes))
+        return await respond(request, await job_of(request, fields, service.completion_job))
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
     async def chat_completions(request: fastapi.Request) -> fastapi.Response:
-        body = await read_body(request, config.max_body_bytes)
-        return await respond(request, await service.chat_job(parse_body(ChatRequest, body)))
+        fields = parse_body(ChatRequest, await read_body(request, config.max_body_bytes))
+        return await respond(request, await job_of(request, fields, service.chat_job))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": registry.cards(created, encoder.max_model_len)}
+        return {"object": "list", "data": cards()}
 
     @app.get("/v1/mixes")
     async def mixes() -> dict[str, Any]:
@@ -221,7 +236,7 @@ def create_app(
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> dict[str, Any]:
-        for card in registry.cards(created, encoder.max_model_len):
+        for card in cards():
             if card["id"] == model_id:
                 return card
         raise UnknownModelError(f"The model {model_id!r} does not exist; GET /v1/models lists those that do.")

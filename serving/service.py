@@ -5,10 +5,13 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from dymerge_jax.example_lines import asked_text
+from serving.adapter_ids import adapter_name
 from serving.async_engine import AsyncEngine, Generation
+from serving.auto_mix import AutoMix
 from serving.errors import InvalidRequestError, ServingError
 from serving.mixes import ModelRegistry
 from serving.prompts import PromptEncoder
@@ -25,6 +28,7 @@ from serving.responses import (
     raise_if_failed,
     usage,
 )
+from serving.retrieval import Retriever, Vectors, no_candidates
 
 logger = logging.getLogger(__name__)
 
@@ -56,28 +60,47 @@ class OpenAIService:
     """What the two generation routes do, apart from HTTP."""
 
     def __init__(
-        self, engine: AsyncEngine, registry: ModelRegistry, encoder: PromptEncoder, *, max_choices: int
+        self,
+        engine: AsyncEngine,
+        registry: ModelRegistry,
+        encoder: PromptEncoder,
+        *,
+        max_choices: int,
+        retriever: Retriever | None = None,
     ) -> None:
         self.engine = engine
         self.registry = registry
         self.encoder = encoder
         self.max_choices = max_choices
+        self.retriever = retriever
+
+    def is_auto(self, fields: GenerationFields) -> bool:
+        """True if making its job has to wait for the engine.
+
+        Raises:
+          ServingError: If it selects adapters in two ways.
+        """
+        return self._auto(fields) is not None
 
     async def completion_job(self, fields: CompletionRequest) -> Job:
-        self._resolve(fields)
+        self._check(fields)
         prompts = await asyncio.to_thread(self._tokenize, fields.prompt)
-        requests = self._requests("cmpl", fields, prompts, COMPLETION_MAX_TOKENS, "prompt")
+        found = await self._embed(fields, lambda: [self._text(given) for given in fields.prompt])
+        requests = self._requests("cmpl", fields, prompts, found, COMPLETION_MAX_TOKENS, "prompt")
         echoes = self._echoes(fields, prompts) if fields.echo else {}
+        mixes = self._found_mixes(fields, requests)
         shapes = CompletionFormat(
-            *self._header(requests, fields), self.encoder, fields.num_top_logprobs, echoes
-        )  # fmt: skip
+            *self._header(requests, fields), self.encoder, fields.num_top_logprobs, echoes, mixes=mixes
+        )
         return self._job(fields, requests, shapes, prompts)
 
     async def chat_job(self, fields: ChatRequest) -> Job:
-        self._resolve(fields)
+        self._check(fields)
         prompts = [await asyncio.to_thread(self.encoder.encode_chat, fields.messages)]
-        requests = self._requests("chatcmpl", fields, prompts, None, "messages")
-        shapes = ChatFormat(*self._header(requests, fields), self.encoder, fields.num_top_logprobs)
+        found = await self._embed(fields, lambda: [asked_text([m.for_template() for m in fields.messages])])
+        requests = self._requests("chatcmpl", fields, prompts, found, None, "messages")
+        mixes = self._found_mixes(fields, requests)
+        shapes = ChatFormat(*self._header(requests, fields), self.encoder, fields.num_top_logprobs, mixes=mixes)
         return self._job(fields, requests, shapes, prompts)
 
     async def answer(self, job: Job, generation: Generation) -> dict[str, Any]:
@@ -119,8 +142,46 @@ class OpenAIService:
                 yield event(job.shapes.envelope([], is_chunk=True) | {"usage": counts})
         yield DONE_EVENT
 
+    def _auto(self, fields: GenerationFields) -> tuple[AutoMix, str] | None:
+        return self.registry.auto_mix(fields.model, fields.adapter_mix, fields.lora)
+
+    def _check(self, fields: GenerationFields) -> None:
+        """Refuses what can be refused before the prompt is looked at."""
+        auto = self._auto(fields)
+        if auto is None:
+            self._resolve(fields)
+        elif self.retriever is None:
+            raise no_candidates(auto[1])
+        else:
+            self.retriever.check(*auto)
+
     def _resolve(self, fields: GenerationFields) -> Mix:
+        assert not isinstance(fields.adapter_mix, AutoMix)
         return self.registry.resolve(fields.model, fields.adapter_mix, fields.lora)
+
+    async def _embed(self, fields: GenerationFields, texts: Callable[[], list[str]]) -> list[Vectors] | None:
+        """Vectors of each prompt's text, from which its adapters are found; None where the request names them."""
+        if self._auto(fields) is None:
+            return None
+        assert self.retriever is not None
+        return await self.retriever.embed_prompts(await asyncio.to_thread(texts))
+
+    def _text(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self.encoder.decode(prompt, param="prompt")
+
+    def _mixes(self, fields: GenerationFields, found: list[Vectors] | None, num_prompts: int) -> list[Mix]:
+        """The mix of each prompt."""
+        auto = self._auto(fields)
+        if auto is None or found is None:
+            return [self._resolve(fields)] * num_prompts
+        assert self.retriever is not None
+        return [self.registry.resolve(None, self.retriever.weights(auto[0], f, auto[1])) for f in found]
+
+    def _found_mixes(self, fields: GenerationFields, requests: Sequence[Request]) -> dict[int, dict[str, float]]:
+        """By choice, what was found for its prompt, as the client would name it."""
+        if self._auto(fields) is None:
+            return {}
+        return {i: {adapter_name(key): weight for key, weight in r.mix.entries} for i, r in enumerate(requests)}
 
     def _tokenize(self, prompts: list[str] | list[list[int]]) -> list[list[int]]:
         result = []
@@ -139,6 +200,7 @@ class OpenAIService:
         prefix: str,
         fields: CompletionRequest | ChatRequest,
         prompts: list[list[int]],
+        found: list[Vectors] | None,
         default_max_tokens: int | None,
         param: str,
     ) -> list[Request]:
@@ -151,11 +213,12 @@ class OpenAIService:
             )
         self.encoder.check_token_ids(fields.stop_token_ids or (), "stop_token_ids")
         answer_id = f"{prefix}-{uuid.uuid4().hex}"
-        mix = self._resolve(fields)  # again: an adapter may have been replaced while the prompt was tokenized
-        adapters = self.registry.adapters_of(mix)
+        # Again: an adapter may have been replaced while the prompt was tokenized.
+        mixes = self._mixes(fields, found, len(prompts))
         arrival_s = time.monotonic()
         requests = []
-        for prompt in prompts:
+        for prompt, mix in zip(prompts, mixes, strict=True):
+            adapters = self.registry.adapters_of(mix)
             max_tokens = self.encoder.max_tokens(len(prompt), fields.requested_max_tokens, default_max_tokens, param)
             for choice in range(num_choices):
                 sampling = sampling_params(fields, max_tokens, choice)

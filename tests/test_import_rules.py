@@ -54,7 +54,13 @@ class Rule:
 
 
 # The fronts of the project, which put everything together; nothing below them may know them.
-_FRONTS = ("dymerge_jax.serve", "dymerge_jax.library", "dymerge_jax.compose", "dymerge_jax.train")
+_FRONTS = (
+    "dymerge_jax.serve",
+    "dymerge_jax.library",
+    "dymerge_jax.compose",
+    "dymerge_jax.train",
+    "dymerge_jax.quality",
+)
 
 RULES = (
     Rule("pallas_kernels", ("pallas_kernels",)),
@@ -62,16 +68,17 @@ RULES = (
     Rule(
         "dymerge_jax.library",
         ("pallas_kernels", "dymerge_jax", "checkpoints"),
-        but_not=("dymerge_jax.serve", "dymerge_jax.compose", "dymerge_jax.train"),
+        but_not=("dymerge_jax.serve", *_FRONTS[2:]),
     ),
     Rule("dymerge_jax.serve", ("dymerge_jax", "checkpoints", "serving"), but_not=_FRONTS[1:]),
-    Rule("dymerge_jax.compose", ("dymerge_jax", "checkpoints"), but_not=("dymerge_jax.serve", "dymerge_jax.train")),
-    Rule("dymerge_jax.train", ("pallas_kernels", "dymerge_jax", "checkpoints"), but_not=_FRONTS[:3]),
+    Rule("dymerge_jax.compose", ("dymerge_jax", "checkpoints"), but_not=("dymerge_jax.serve", *_FRONTS[3:])),
+    Rule("dymerge_jax.train", ("pallas_kernels", "dymerge_jax", "checkpoints"), but_not=(*_FRONTS[:3], *_FRONTS[4:])),
+    Rule("dymerge_jax.quality", ("dymerge_jax", "checkpoints"), but_not=("dymerge_jax.serve",)),
     Rule(
         "checkpoints",
         (
             "checkpoints",
-            *(f"dymerge_jax.{name}" for name in ("config", "model", "adapter_weights", "lora", "gating", "demo")),
+            *(f"dymerge_jax.{n}" for n in ("config", "model", "adapter_weights", "lora", "gating", "xlora", "demo")),
         ),
     ),
     Rule("serving", ("serving", "dymerge_jax", "checkpoints", "pallas_kernels"), but_not=(*_FRONTS, "serving.bench")),

@@ -1,5 +1,6 @@
 """Every command of README is run, here or by .ci/run, and every name in it exists."""
 
+import argparse
 import re
 import shlex
 import shutil
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import dymerge_jax.quality.__main__ as quality
+import dymerge_jax.train.__main__ as train
 from dymerge_jax.serve import make_parser
 
 ROOT = Path(__file__).parents[1]
@@ -69,9 +72,19 @@ def test_the_command_for_a_gpu_has_flags_and_an_extra_that_exist() -> None:
 
 def test_every_flag_that_readme_names_exists() -> None:
     flags = set(re.findall(r"`(--[a-z-]+)", README))
-    of_others = {"--extra"}  # uv's
-    known = set(make_parser().format_help().replace(",", " ").split())
-    assert flags - of_others <= known
+    known = {"--extra"}  # uv's
+    for parser in (make_parser(), train.make_parser(), quality.make_parser()):
+        known |= _flags(parser)
+    assert flags <= known
+
+
+def _flags(parser: argparse.ArgumentParser) -> set[str]:
+    """The flags of a command and of those below it."""
+    flags = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            flags |= set().union(*map(_flags, action.choices.values()))
+    return flags
 
 
 def test_every_link_leads_to_a_file() -> None:

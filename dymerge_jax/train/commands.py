@@ -8,14 +8,14 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 
 from checkpoints.errors import CheckpointError
 from checkpoints.formats import load_model
 from checkpoints.gated_set import save_gated_set
-from checkpoints.loaded_model import LoadedModel, ModelDtype
+from checkpoints.loaded_model import ModelDtype
 from checkpoints.peft_adapter import adapter_sources, load_adapter
 from checkpoints.trained_adapter import write_trained_adapter
 from dymerge_jax.config import LlamaConfig
@@ -27,7 +27,7 @@ from dymerge_jax.train.curve import draw_curve
 from dymerge_jax.train.data import Sample, read_samples
 from dymerge_jax.train.forward import FrozenModel, differentiable_implementations, freeze_model
 from dymerge_jax.train.gate import gate_loss, gated_set, new_gates, place_in_slots
-from dymerge_jax.train.loop import TrainConfig, train
+from dymerge_jax.train.loop import Loss, TrainConfig, train
 from dymerge_jax.train.work_folder import StepRecord, open_work_folder
 
 _log = logging.getLogger(__name__)
@@ -202,12 +202,48 @@ class GateJob:
         return GatedSetWeights(name, names, self.granularity, self.top_k, renormalize, {})
 
 
-def train_adapter(adapter_job: AdapterJob, on_step: OnStep | None = None) -> list[StepRecord]:
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """A base model, frozen: read once for the trainings of a process that use it.
+
+    Attributes:
+      model: "demo" or its path.
+      config: its shape.
+      tokenizer: a transformers tokenizer, or None.
+      frozen: its weights.
+      dtype: of the weights.
+    """
+
+    model: str
+    config: LlamaConfig
+    tokenizer: Any
+    frozen: FrozenModel
+    dtype: str
+
+
+def load_base(model: str, dtype: ModelDtype | None = None, *, progress: bool = True) -> Base:
+    """Reads a base model.
+
+    Args:
+      model: "demo" or a path, see `load_model`.
+      dtype: None is float32 on a CPU and bfloat16 elsewhere.
+      progress: show a progress bar.
+    """
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    loaded = load_model(model, dtype=dtype, progress=progress)
+    frozen = freeze_model(model_from_params(loaded.config, loaded.params))
+    return Base(model, loaded.config, loaded.tokenizer, frozen, dtype)
+
+
+def train_adapter(
+    adapter_job: AdapterJob, on_step: OnStep | None = None, *, base: Base | None = None
+) -> list[StepRecord]:
     """Trains an adapter and writes it as a PEFT folder.
 
     Args:
       adapter_job: what to do.
       on_step: told of every step.
+      base: the job's model, if it has been read already.
 
     Returns:
       What was recorded of every step, those before a resume included.
@@ -218,8 +254,8 @@ def train_adapter(adapter_job: AdapterJob, on_step: OnStep | None = None) -> lis
     """
     job, scale = adapter_job.job, adapter_job.alpha / adapter_job.rank
     mate_names = tuple(mate.name for mate in adapter_job.mates)
-    inputs = _read(job, mate_names)
-    mates = [load_adapter(mate.folder, inputs.config) for mate in adapter_job.mates]
+    inputs = _read(job, mate_names, base)
+    mates = [load_adapter(mate.folder, inputs.base.config) for mate in adapter_job.mates]
     settings = _settings(inputs, job) | {
         "kind": "adapter",
         "rank": adapter_job.rank,
@@ -229,11 +265,9 @@ def train_adapter(adapter_job: AdapterJob, on_step: OnStep | None = None) -> lis
     }
     weights = {mate.name: mate.weight for mate in adapter_job.mates}
     plan = BatchPlan(inputs.samples, job.batch_size, job.seed, mate_names, weights)
-    loss = functools.partial(
-        adapter_loss, scale=scale, implementations=differentiable_implementations(), remat=job.remat
-    )
-    placed = place_mates(inputs.config, mates, slot_rank=adapter_job.rank, dtype=inputs.dtype)
-    factors = new_factors(inputs.config, adapter_job.targets, rank=adapter_job.rank, seed=job.seed)
+    loss = _adapter_loss(scale, job.remat)
+    placed = place_mates(inputs.base.config, mates, slot_rank=adapter_job.rank, dtype=inputs.base.dtype)
+    factors = new_factors(inputs.base.config, adapter_job.targets, rank=adapter_job.rank, seed=job.seed)
 
     def write(folder: Path, trained: Any) -> None:
         adapter = adapter_weights(trained, scale=scale)
@@ -244,14 +278,24 @@ def train_adapter(adapter_job: AdapterJob, on_step: OnStep | None = None) -> lis
     return _run(job, inputs, plan, settings, loss, factors, placed, write, on_step)
 
 
-def train_gate(gate_job: GateJob, on_step: OnStep | None = None) -> list[StepRecord]:
+@functools.cache  # equal settings, one function: what is compiled for it is found again
+def _adapter_loss(scale: float, remat: bool) -> Loss:
+    return functools.partial(adapter_loss, scale=scale, implementations=differentiable_implementations(), remat=remat)
+
+
+@functools.cache
+def _gate_loss(balance: float, remat: bool) -> Loss:
+    return functools.partial(gate_loss, balance=balance, implementations=differentiable_implementations(), remat=remat)
+
+
+def train_gate(gate_job: GateJob, on_step: OnStep | None = None, *, base: Base | None = None) -> list[StepRecord]:
     """Trains a gate over frozen adapters and writes it as a gated set, whose experts are paths from its folder.
 
     Args, returns and errors: as `train_adapter`.
     """
     job, described = gate_job.job, gate_job.described()
-    inputs = _read(job, ())
-    experts = {e.name: load_adapter(e.folder, inputs.config) for e in gate_job.experts}
+    inputs = _read(job, (), base)
+    experts = {e.name: load_adapter(e.folder, inputs.base.config) for e in gate_job.experts}
     settings = _settings(inputs, job) | {
         "kind": "gate",
         "granularity": described.granularity,
@@ -261,17 +305,16 @@ def train_gate(gate_job: GateJob, on_step: OnStep | None = None) -> list[StepRec
         "experts": [[name, weights.content_hash] for name, weights in experts.items()],
     }
     plan = BatchPlan(inputs.samples, job.batch_size, job.seed)
-    implementations = differentiable_implementations()
-    loss = functools.partial(gate_loss, balance=gate_job.balance, implementations=implementations, remat=job.remat)
+    loss = _gate_loss(gate_job.balance, job.remat)
     slot_rank = max(expert.rank for expert in experts.values())
-    placed = place_in_slots(inputs.config, experts, described, slot_rank=slot_rank, dtype=inputs.dtype)
-    gates = new_gates(inputs.config, len(experts), described.granularity, seed=job.seed)
+    placed = place_in_slots(inputs.base.config, experts, described, slot_rank=slot_rank, dtype=inputs.base.dtype)
+    gates = new_gates(inputs.base.config, len(experts), described.granularity, seed=job.seed)
 
     def write(folder: Path, trained: Any) -> None:
         # From where the folder will be: it is written elsewhere and renamed.
         paths = [os.path.relpath(e.folder.resolve(), job.out.resolve()) for e in gate_job.experts]
         made = gated_set(trained, described)
-        save_gated_set(folder, paths, made.gates, top_k=made.top_k, renormalize=made.renormalize)
+        save_gated_set(folder, paths, made.gates, top_k=made.top_k, renormalize=made.renormalize, name=gate_job.name)
 
     return _run(job, inputs, plan, settings, loss, gates, placed, write, on_step)
 
@@ -280,37 +323,29 @@ def train_gate(gate_job: GateJob, on_step: OnStep | None = None) -> list[StepRec
 class _Inputs:
     """A job's files, read."""
 
-    config: LlamaConfig
-    model: FrozenModel
-    dtype: str
+    base: Base
     samples: list[Sample]
     data_hash: str
 
 
-def _read(job: Job, mates: Sequence[str]) -> _Inputs:
+def _read(job: Job, mates: Sequence[str], base: Base | None) -> _Inputs:
     if job.out.exists():  # asked again when its turn comes; here before the model is loaded
         raise CheckpointError(f"{job.out} exists; give --out a folder that does not exist yet, or remove it")
-    dtype = job.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    loaded = load_model(job.model, dtype=cast(ModelDtype, dtype), progress=job.progress)
-    if loaded.tokenizer is None:
+    base = base or load_base(job.model, job.dtype, progress=job.progress)
+    if base.tokenizer is None:
         raise CheckpointError(f"model {job.model!r} has no tokenizer; training data are text and need one")
-    config = loaded.config
+    config = base.config
     if job.max_len > config.max_position:
         raise ValueError(f"max_len is {job.max_len}; the model's context is {config.max_position} tokens")
     samples = read_samples(
         job.data,
-        loaded.tokenizer,
+        base.tokenizer,
         max_len=job.max_len,
         end_ids=config.eos_token_ids,
         plain_text=job.plain_text,
         mates=mates,
     )
-    data_hash = hashlib.sha256(job.data.read_bytes()).hexdigest()
-    return _Inputs(config, _frozen(loaded), dtype, samples, data_hash)
-
-
-def _frozen(loaded: LoadedModel) -> FrozenModel:
-    return freeze_model(model_from_params(loaded.config, loaded.params))
+    return _Inputs(base, samples, hashlib.sha256(job.data.read_bytes()).hexdigest())
 
 
 def _settings(inputs: _Inputs, job: Job) -> dict[str, Any]:
@@ -319,8 +354,8 @@ def _settings(inputs: _Inputs, job: Job) -> dict[str, Any]:
     steps_per_epoch = -(-len(inputs.samples) // job.batch_size)
     return {name: getattr(job, name) for name in names} | {
         "steps": job.train_config(steps_per_epoch).steps,
-        "model_config": dataclasses.asdict(inputs.config),
-        "dtype": inputs.dtype,
+        "model_config": dataclasses.asdict(inputs.base.config),
+        "dtype": inputs.base.dtype,
         "data_sha256": inputs.data_hash,
     }
 
@@ -341,10 +376,10 @@ def _run(
     _log.info(
         "training %d parameters on %d samples (%d tokens), %d steps of %d samples, %s",
         num_trained, len(plan.samples), sum(len(s.tokens) for s in plan.samples), config.steps, job.batch_size,
-        inputs.dtype,
+        inputs.base.dtype,
     )  # fmt: skip
     with open_work_folder(job.out, settings, restart=job.restart) as work:
-        frozen = inputs.model, placed
+        frozen = inputs.base.frozen, placed
         trained, records = train(loss, trained, frozen, plan, config, work, progress=job.progress, on_step=on_step)
 
         def publish(folder: Path) -> None:

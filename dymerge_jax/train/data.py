@@ -1,7 +1,6 @@
 """Chat JSONL to samples: token ids and which of them are to be learnt."""
 
 import dataclasses
-import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from checkpoints.errors import CheckpointError, MissingFileError, refuse_if
+from dymerge_jax.example_lines import json_object
 
 _log = logging.getLogger(__name__)
 
@@ -104,11 +104,9 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _parse(line: str) -> dict[str, Any]:
     try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise _LineError(f"no JSON ({error}); {_EXPECTED}") from error
-    if not isinstance(content, dict):
-        raise _LineError(f"a JSON {type(content).__name__}; {_EXPECTED}")
+        content = json_object(line, _EXPECTED.removeprefix("expected "))
+    except ValueError as error:
+        raise _LineError(str(error)) from error
     has_pair = "prompt" in content or "completion" in content
     if has_pair == ("messages" in content):
         raise _LineError(f"has the fields {', '.join(map(repr, content)) or 'none'}; {_EXPECTED}")

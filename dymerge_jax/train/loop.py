@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -22,7 +23,7 @@ from pallas_kernels.pytree import pytree_dataclass
 _log = logging.getLogger(__name__)
 
 Loss = Callable[[Any, Any, TrainBatch], Float[Array, ""]]
-"""Mean loss of a batch, from what is trained and what is frozen."""
+"""Mean loss of a batch, from what is trained and what is frozen; hashable."""
 
 
 class TrainingError(RuntimeError):
@@ -96,20 +97,19 @@ class StepMetrics:
     grad_norm: Float[Array, ""]
 
 
-Step = Callable[[TrainState, Any, TrainBatch], tuple[TrainState, StepMetrics]]
+@functools.partial(jax.jit, static_argnames=("loss", "config"), donate_argnames="state")
+def train_step(
+    state: TrainState, frozen: Any, batch: TrainBatch, *, loss: Loss, config: TrainConfig
+) -> tuple[TrainState, StepMetrics]:
+    """One update; it donates the state, and compiles once for each shape of the batch, loss and config.
 
-
-def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> Step:
-    """The jitted update: it donates the state and compiles once for each shape of the batch."""
-
-    def step(state: TrainState, frozen: Any, batch: TrainBatch) -> tuple[TrainState, StepMetrics]:
-        value, gradient = jax.value_and_grad(loss)(state.trained, frozen, batch)
-        with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the power of its int32 count
-            updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.trained)
-        new = TrainState(optax.apply_updates(state.trained, updates), optimizer_state)
-        return new, StepMetrics(value, optax.tree.norm(gradient))
-
-    return jax.jit(step, donate_argnums=0)
+    Trainings in one process share what is compiled where their losses are equal.
+    """
+    value, gradient = jax.value_and_grad(loss)(state.trained, frozen, batch)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the power of its int32 count
+        updates, optimizer_state = config.optimizer().update(gradient, state.optimizer, state.trained)
+    new = TrainState(optax.apply_updates(state.trained, updates), optimizer_state)
+    return new, StepMetrics(value, optax.tree.norm(gradient))
 
 
 def train(
@@ -145,7 +145,6 @@ def train(
       TrainingError: If a loss or gradient is not finite; the checkpoint before it stays.
     """
     optimizer = config.optimizer()
-    step = make_step(loss, optimizer)
     start, state = work.restore(TrainState(trained, optimizer.init(trained)))
     records = work.begin_losses(start)
     if start:
@@ -170,7 +169,7 @@ def train(
 
         for number in range(start + 1, config.steps + 1):
             batch = plan.batch(number - 1)
-            state, metrics = step(state, frozen, batch)
+            state, metrics = train_step(state, frozen, batch, loss=loss, config=config)
             settle()
             pending = number, metrics, int(np.sum(batch.lengths))
             if number % config.checkpoint_every == 0 or number == config.steps:

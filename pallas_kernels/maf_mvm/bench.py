@@ -41,7 +41,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.lora_linear import lora_linear, new_arrivals
+from pallas_kernels.lora_linear import lora_linear, lora_swiglu, new_arrivals
 from pallas_kernels.maf_mvm import baselines, reference
 from pallas_kernels.maf_mvm.api import Implementation, ProjectionSlots, maf_mvm
 from pallas_kernels.maf_mvm.bench_cases import (
@@ -114,6 +114,7 @@ class Column:
       unroll: ops of one iteration of the timed loop.
       computes: "lora" (onto the base given), "projection" (the base alone) or "site" (both).
       scratch: makes arrays that one iteration's ops hand on, such as the counters of a fused op.
+      ends_in_swiglu: of gate and up it gives silu(gate) * up, twice side by side, as no other column does.
     """
 
     run: Callable[[Op], Any]
@@ -121,6 +122,7 @@ class Column:
     unroll: int = UNROLL
     computes: Literal["lora", "projection", "site"] = "lora"
     scratch: Callable[[], Any] | None = None
+    ends_in_swiglu: bool = False
 
 
 def kernel_columns(implementations: Sequence[Implementation], sgmv: Implementation) -> dict[str, Column]:
@@ -182,18 +184,18 @@ def _site(implementation: Implementation) -> Callable[[Op], Array]:
     return lambda op: _lora(implementation)(dataclasses.replace(op, base=_project(op)))
 
 
+def _is_gate_up(widths: Sequence[int]) -> bool:
+    return len(widths) == 2
+
+
 def _one_launch(op: Op, *, has_adapters: bool) -> tuple[Array, Array]:
+    """The engine's own launch: gate and up end in SwiGLU there, with block sizes of their own."""
     assert op.projection is not None
-    partials, arrivals = lora_linear(
-        op.x,
-        op.projection,
-        op.slots,
-        op.segments if has_adapters else None,
-        op.scratch,
-        layer=op.layer,
-        site=op.place,
-        implementation="pallas_triton",
-    )
+    args = op.x, op.projection, op.slots, op.segments if has_adapters else None, op.scratch
+    if _is_gate_up(op.slots.widths):
+        z, arrivals = lora_swiglu(*args, layer=op.layer, site=op.place, implementation="pallas_triton")
+        return jnp.concatenate([z, z], 1), arrivals
+    partials, arrivals = lora_linear(*args, layer=op.layer, site=op.place, implementation="pallas_triton")
     # In a model the next kernel adds the partial sums up as it reads them; here it is a small kernel more.
     return partials.astype(jnp.float32).sum(0).astype(op.x.dtype), arrivals
 
@@ -375,10 +377,19 @@ def _bench_group(
                         column=name,
                         active_adapters=batch.adapter_ids.size,
                         floor_us=floor_us,
-                        **future.result().time(args.repeats, wanted.result()[columns[name].computes]),
+                        **future.result().time(args.repeats, _wanted(columns[name], widths, wanted.result())),
                     )
                 )
     return timings
+
+
+def _wanted(column: Column, widths: Sequence[int], expected: Mapping[str, Array]) -> Array:
+    """What a column's first op is to give."""
+    y = expected[column.computes]
+    if column.ends_in_swiglu and _is_gate_up(widths):
+        gate, up = jnp.split(y, 2, axis=1)
+        y = jnp.tile(jax.nn.silu(gate) * up, 2)
+    return y
 
 
 def _wait(futures: Mapping[str, "Future[Program]"], refusals: dict[str, str]) -> None:

@@ -16,6 +16,7 @@ import pytest
 from jax.typing import DTypeLike
 
 import dymerge_jax as dm
+from dymerge_jax.gating import GatedSetWeights
 from dymerge_jax.library import Model, pad_batch
 from dymerge_jax.lora import AdapterWeights, ProjectionWeights, empty_slots, slot_contents, write_slot
 from dymerge_jax.model import Implementations, SplitModel, model_from_params, params_of
@@ -189,6 +190,7 @@ def test_f1_a_gated_set_finds_its_experts_wherever_they_were_loaded(
     split: SplitModel, adapters: dict[str, AdapterWeights], engine: Engine
 ) -> None:
     (gated_set,) = engine.gated_sets
+    assert isinstance(gated_set, GatedSetWeights)
     logits = numpy_llama.logits(
         split.config, params_of(split), PROMPT, numpy_llama.gated_delta(gated_set, adapters)
     )[-1]  # fmt: skip

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from serving.policies import Fifo, Lag, LeastFirst, Random
 from serving.request import Phase, Request
-from tests.support.host import FakeEngine, check_finished, make_request, make_scheduler
+from tests.support.host import FakeEngine, check_finished, make_request, make_scheduler, with_two_caches
 
 POLICIES = st.sampled_from(["lag", "lag", "theta-0", "fifo", "random", "least-first"])
 SLOTS_BY_ADAPTER = {"a": 1, "b": 1, "c": 1, "d": 2, "e": 3}
@@ -52,12 +52,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_after=st.integers(1, 12),
         wait_s=st.sampled_from([0.0, 0.1, 0.5]),
         family=st.sampled_from(["", "x/", "x/", "y/"]),
+        has_two_caches=st.sampled_from([False, False, True]),
     )
-    def add(self, adapters: str, num_prompt: int, max_tokens: int, stop_after: int, wait_s: float, family: str) -> None:
+    def add(
+        self,
+        adapters: str,
+        num_prompt: int,
+        max_tokens: int,
+        stop_after: int,
+        wait_s: float,
+        family: str,
+        has_two_caches: bool,
+    ) -> None:
         name = f"{family}r{len(self.requests)}"
+        if has_two_caches:  # fits twice into the fewest blocks
+            num_prompt, max_tokens = -(-num_prompt // 3), -(-max_tokens // 3)
         size = {"num_prompt": num_prompt, "max_tokens": max_tokens}
         # It may have come some time before the engine sees it.
         request = make_request(name, *adapters, arrival_s=self.now_s - wait_s, **size)
+        if has_two_caches:
+            request = with_two_caches(request)
         self.requests.append(request)
         self.engine.stop_after[name] = stop_after
         self.engine.scheduler.add(request)
@@ -110,7 +124,10 @@ def test_a_random_workload_with_aborts_and_preemptions_runs_to_completion(seed: 
     for i in range(60):
         adapters = draw.choice(["", "a", "b", "c", "ab", "abc", "d", "ad", "e"])
         size = {"num_prompt": draw.randrange(1, 30), "max_tokens": draw.randrange(1, 30)}
-        requests.append(make_request(f"r{i}", *adapters, arrival_s=i * 0.05, **size))
+        if i % 4 == 1:
+            size = {"num_prompt": draw.randrange(1, 20), "max_tokens": draw.randrange(1, 20)}
+        request = make_request(f"r{i}", *adapters, arrival_s=i * 0.05, **size)
+        requests.append(with_two_caches(request) if i % 4 == 1 else request)
         engine.stop_after[f"r{i}"] = draw.randrange(1, 40)
         scheduler.add(requests[-1])
         engine.step(i * 0.05)

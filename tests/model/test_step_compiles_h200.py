@@ -16,8 +16,9 @@ from dymerge_jax.lora import empty_slots
 from dymerge_jax.model import abstract_model
 from dymerge_jax.step import StepTables, forward_step, sample_step, split_weights
 from dymerge_jax.step_batch import NUM_SEQ_FIELDS, packed_len, packed_rows
+from dymerge_jax.xlora import build_xlora_array
 from tests.support.aot_h200 import H200, h200_target
-from tests.support.tiny_models import random_gated_set
+from tests.support.tiny_models import random_gated_set, random_xlora_set
 
 # So many slots and blocks that a copy of one array would stand out from the step's activations.
 NUM_SLOTS, SLOT_RANK, NUM_ROWS, NUM_BLOCKS, BLOCK_SIZE = 1024, 8, 32, 8192, 16
@@ -34,7 +35,7 @@ def ints(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def compile_step(
-    h200: H200, size: str, dtype: Any, num_tokens: int, num_seqs: int, *, gated: bool
+    h200: H200, size: str, dtype: Any, num_tokens: int, num_seqs: int, *, gated: bool, xlora: bool = False
 ) -> tuple[Any, int, int]:
     """Compiles two layers of a named size.
 
@@ -53,7 +54,14 @@ def compile_step(
         ]
         gates = jax.eval_shape(lambda: build_gate_array(config, sets, num_slots=NUM_SLOTS))
     rows = jnp.asarray(packed_rows(NUM_ROWS, NUM_SLOTS).array)
-    tables = StepTables(slots, gates, rows, jnp.zeros((NUM_ROWS, NUM_BLOCKS // 8), jnp.int32))
+    tables = StepTables(slots, gates, rows, block_tables := jnp.zeros((NUM_ROWS, NUM_BLOCKS // 8), jnp.int32))
+    if xlora:
+        xlora_sets = [
+            random_xlora_set(config, "x", "abcdefgh", seed=0, depth=2, top_k=2),
+            random_xlora_set(config, "p", "abc", seed=1, is_layerwise=True, pass_value=0.5),
+        ]
+        array = jax.eval_shape(lambda: build_xlora_array(xlora_sets, num_slots=NUM_SLOTS))
+        tables = dataclasses.replace(tables, xlora=array, scaling_tables=block_tables)
     structure, weights = split_weights(model.graph, model.state)
     step = functools.partial(forward_step, structure, num_seqs=num_seqs)
     batch = ints(packed_len(num_tokens, num_seqs))
@@ -87,6 +95,24 @@ def test_a_step_program_compiles_and_updates_the_cache_in_place(h200, size, dtyp
     own = "lora_linear" if num_tokens <= 64 and dtype == jnp.bfloat16 else "maf_"
     assert own in kernels, f"{own}: our kernel is not in the program"
     assert "paged_attention" in kernels, "paged_attention's own kernel is not in the program"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "num_tokens", "num_seqs", "gated"),
+    [(jnp.bfloat16, 32, 32, True), (jnp.bfloat16, 512, 32, False), (jnp.float32, 1, 1, False)],
+    ids=["decode", "prefill", "float32-decode-1"],
+)
+def test_a_step_program_with_a_scaling_pass_compiles_and_copies_no_cache(
+    h200, dtype, num_tokens, num_seqs, gated
+) -> None:
+    compiled, cache_bytes, smallest_bytes = compile_step(
+        h200, "llama-3-8b", dtype, num_tokens, num_seqs, gated=gated, xlora=True
+    )
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < smallest_bytes, "an array of slots or blocks is copied"
+    assert "paged_attention" in compiled.as_text(), "paged_attention's own kernel is not in the program"
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ The writers here are the reference's own, on purpose: they do not share code wit
 """
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,6 +104,55 @@ ARROW_ADAPTERS = {
     for i, alpha in enumerate((8, 16, 12, 6))
 }
 ARROW_MODEL, ARROW_TOP_K, ARROW_TEMPERATURE = "untied", 2, 0.7
+
+
+@dataclasses.dataclass(frozen=True)
+class XLoraCase:
+    """An X-LoRA set over `TINY_ADAPTERS` and `ARROW_ADAPTERS`.
+
+    Attributes:
+      experts: in the order of the classifier's outputs.
+      fields: of PEFT's adapter_config.json; those that are left out have PEFT's defaults.
+      seed: of the classifier.
+    """
+
+    experts: tuple[str, ...]
+    fields: dict[str, Any]
+    seed: int
+
+
+_UNLIKE, _ALIKE = ("b", "arrow0", "a"), ("b", "arrow0", "arrow1")
+XLORA_CASES = {
+    "defaults": XLoraCase(("a", "b", "c"), {}, seed=31),
+    "deep": XLoraCase(
+        _UNLIKE, {"xlora_depth": 3, "xlora_size": 24, "xlora_dropout_p": 0.0, "softmax_temperature": 0.5}, seed=32
+    ),
+    # The experts leave out k_proj and gate_proj, which so have no number among the layers.
+    "layerwise": XLoraCase(_ALIKE, {"xlora_depth": 2, "xlora_size": 16, "layerwise_scalings": True}, seed=33),
+    "top_k": XLoraCase(_UNLIKE, {"layerwise_scalings": True, "top_k_lora": 2}, seed=34),
+    "softmax_of_top_k": XLoraCase(
+        _ALIKE, {"enable_softmax": False, "enable_softmax_topk": True, "top_k_lora": 2}, seed=35
+    ),
+    "scaling_pass": XLoraCase(
+        _UNLIKE,
+        {"enable_softmax": False, "global_scaling_weight": 0.4, "scaling_pass_value": 0.6, "xlora_depth": 2,
+         "xlora_size": 16},
+        seed=36,
+    ),
+    "softmax_twice": XLoraCase(
+        _ALIKE,
+        {"enable_softmax_topk": True, "scaling_pass_value": 0.2, "global_scaling_weight": 1.5,
+         "layerwise_scalings": True},
+        seed=37,
+    ),
+}  # fmt: skip
+XLORA_MODEL, XLORA_GREEDY = "untied", 10
+
+
+def xlora_prompt() -> list[int]:
+    """21 random tokens."""
+    return np.random.default_rng(30).integers(0, TINY_MODELS[XLORA_MODEL].vocab, 21).tolist()
+
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 ROPES: dict[str, dict[str, Any]] = {
@@ -250,6 +300,30 @@ def write_tiny_adapters(path: Path) -> list[Path]:
 def write_arrow_adapters(path: Path) -> list[Path]:
     """Writes every adapter of `ARROW_ADAPTERS` as a PEFT directory below `path`."""
     return [_write_tiny_adapter(path / name, adapter) for name, adapter in ARROW_ADAPTERS.items()]
+
+
+def write_xlora(path: Path, case: XLoraCase, adapters: str) -> Path:
+    """Writes the PEFT directory of an X-LoRA set, whose experts are in folders of their names below `adapters`."""
+    path.mkdir(parents=True, exist_ok=True)
+    fields = case.fields
+    depth, size = fields.get("xlora_depth", 1), fields.get("xlora_size", 2048)
+    stride = 3 if fields.get("xlora_dropout_p", 0.2) > 0 else 2
+    num_out = len(case.experts)
+    if fields.get("layerwise_scalings"):
+        every = TINY_ADAPTERS | ARROW_ADAPTERS
+        num_out *= NUM_LAYERS * len({module for name in case.experts for module in every[name].modules})
+    rng = np.random.default_rng(case.seed)
+    sizes = [HIDDEN, *[size] * (depth - 1), num_out]
+    tensors = {}
+    for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
+        key = f"base_model.internal_xlora_classifier.layers.{stride * i}"
+        tensors[f"{key}.weight"] = _normal(rng, (fan_out, fan_in), 1.5 * fan_in**-0.5)
+        tensors[f"{key}.bias"] = _normal(rng, (fan_out,), 0.3)
+    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    experts = {str(i): f"{adapters}/{name}" for i, name in enumerate(case.experts)}
+    config = {"peft_type": "XLORA", "task_type": "CAUSAL_LM", "hidden_size": HIDDEN, "adapters": experts, **fields}
+    (path / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    return path
 
 
 def write_merge_adapters(path: Path) -> dict[str, Path]:

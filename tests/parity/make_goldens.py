@@ -25,6 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import peft  # pyright: ignore[reportMissingImports]
+import safetensors.torch
 import torch  # pyright: ignore[reportMissingImports]
 import transformers
 
@@ -50,7 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases.GOLDENS.mkdir(exist_ok=True)
     is_equal = True
     makers = {name: functools.partial(tiny_golden, model) for name, model in cases.TINY_MODELS.items()}
-    makers |= {"arrow": arrow_golden, "rope": rope_golden, "merge": merge_golden, "demo": demo_golden}
+    makers |= {
+        "arrow": arrow_golden,
+        "xlora": xlora_golden,
+        "rope": rope_golden,
+        "merge": merge_golden,
+        "demo": demo_golden,
+    }
     for name, make in makers.items():
         start = time.monotonic()
         golden = make()
@@ -100,6 +107,41 @@ def arrow_golden() -> Golden:
         for i, prompt in enumerate(cases.tiny_prompts(model)):
             golden[f"{i}.logits"], golden[f"{i}.tokens"] = _run(wrapped, "arrow_router", prompt)
     return golden
+
+
+@torch.no_grad()
+def xlora_golden() -> Golden:
+    """Greedy tokens of PEFT's X-LoRA for each case, and the logits at every position of prompt and tokens."""
+    golden: Golden = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        cases.write_tiny_model(folder / "model", cases.TINY_MODELS[cases.XLORA_MODEL])
+        cases.write_tiny_adapters(folder / "adapters")
+        cases.write_arrow_adapters(folder / "adapters")
+        for case_name, case in cases.XLORA_CASES.items():
+            wrapped = _xlora_model(folder, cases.write_xlora(folder / case_name, case, str(folder / "adapters")))
+            tokens = list(cases.xlora_prompt())
+            for _ in range(cases.XLORA_GREEDY):
+                logits = wrapped(input_ids=torch.tensor([tokens])).logits[0].numpy()
+                _check_margin(logits[-1:], case_name)
+                tokens.append(int(logits[-1].argmax()))
+            golden[f"{case_name}.logits"] = wrapped(input_ids=torch.tensor([tokens])).logits[0].numpy()
+            golden[f"{case_name}.tokens"] = np.asarray(tokens[-cases.XLORA_GREEDY :], np.int32)
+    return golden
+
+
+def _xlora_model(folder: Path, xlora: Path) -> Any:
+    """The model under an X-LoRA folder. PEFT's own loading is not used: what it saves lacks tensors in 0.21."""
+    llama = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "model", dtype=torch.float32, attn_implementation="eager"
+    )
+    llama.config.use_cache = False
+    wrapped = peft.get_peft_model(llama, peft.XLoraConfig.from_pretrained(str(xlora))).eval()
+    tensors = safetensors.torch.load_file(xlora / "adapter_model.safetensors")
+    prefix = "base_model.internal_xlora_classifier."
+    classifier = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+    wrapped.base_model.internal_xlora_classifier.load_state_dict(classifier)
+    return wrapped
 
 
 def rope_golden() -> Golden:
@@ -194,14 +236,19 @@ def _run(wrapped: Any, mix: str, prompt: Sequence[int]) -> tuple[np.ndarray, np.
             output_logits=True,
             return_dict_in_generate=True,
         )
-    two_likeliest = np.sort(torch.cat(out.logits).numpy(), axis=1)[:, -2:]
+    _check_margin(torch.cat(out.logits).numpy(), f"{mix}, {len(prompt)} prompt tokens")
+    return logits, out.sequences[0, len(prompt) :].numpy().astype(np.int32)
+
+
+def _check_margin(logits: np.ndarray, what: str) -> None:
+    """Ends the run if a greedy token hangs on less than frameworks may differ by."""
+    two_likeliest = np.sort(logits, axis=1)[:, -2:]
     margin = float((two_likeliest[:, 1] - two_likeliest[:, 0]).min())
     if margin < _LEAST_MARGIN:
         raise SystemExit(
-            f"{mix}, {len(prompt)} prompt tokens: somewhere the two likeliest tokens differ by {margin:.1e}, less than "
-            f"{_LEAST_MARGIN:.0e}: frameworks may disagree there; choose another seed or prompt"
+            f"{what}: somewhere the two likeliest tokens differ by {margin:.1e}, less than {_LEAST_MARGIN:.0e}: "
+            "frameworks may disagree there; choose another seed or prompt"
         )
-    return logits, out.sequences[0, len(prompt) :].numpy().astype(np.int32)
 
 
 def compare(golden: Golden, path: Path, tolerance: float) -> bool:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def demo() -> dm.Model:
-    return dm.load("demo", dtype="float32", adapter_slots=8, progress=False)
+    return dm.load("demo", dtype="float32", adapter_slots=16, progress=False)
 
 
 def _batch() -> dm.Batch:

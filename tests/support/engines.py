@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dymerge_jax.gating import GatedSetWeights
 from dymerge_jax.lora import AdapterWeights
 from dymerge_jax.model import SplitModel
+from dymerge_jax.xlora import GatedSet
 from serving.adapter_store import AdapterStore, StoredAdapter
 from serving.batch import Buckets
 from serving.config import EngineConfig
@@ -18,7 +18,7 @@ from tests.support.tiny_models import random_gated_set
 def make_engine(
     model: SplitModel,
     adapters: Mapping[str, AdapterWeights],
-    gated_sets: Sequence[GatedSetWeights] = (),
+    gated_sets: Sequence[GatedSet] = (),
     *,
     buckets: Buckets | None = None,
     **config: Any,
@@ -50,7 +50,7 @@ def make_engine(
 def make_tight_engine(
     model: SplitModel,
     adapters: Mapping[str, AdapterWeights],
-    gated_set: GatedSetWeights | None = None,
+    gated_set: GatedSet | None = None,
     *,
     max_num_batched_tokens: int = 16,
 ) -> Engine:

@@ -14,6 +14,8 @@ from serving.scheduler import Scheduler
 from serving.slot_cache import SlotCache
 
 FAMILY_LEN = 9  # tokens that the requests of a family begin with
+XLORA = "xlora"
+"""The gated set whose requests have two KV caches."""
 
 
 def make_request(
@@ -28,6 +30,11 @@ def make_request(
         adapters=adapters,
         arrival_s=arrival_s,
     )
+
+
+def with_two_caches(request: Request) -> Request:
+    """The same request with an X-LoRA set of its adapters; not added to a scheduler yet."""
+    return dataclasses.replace(request, mix=Mix(gated_set=XLORA))
 
 
 def make_scheduler(
@@ -57,6 +64,7 @@ def make_scheduler(
         max_model_len=max_model_len,
         staging=staging,
         max_slot_writes=max_slot_writes,
+        two_cache_sets={XLORA},
     )
 
 
@@ -69,10 +77,16 @@ def expected_token(request_id: str, position: int) -> int:
     return sum(name.encode()) * 31 + position
 
 
-def expected_kv(request: Request, position: int) -> tuple[object, ...]:
-    """What a position's keys and values depend on: mix, place and all tokens up to it, which the first one and this
-    one tell."""
-    return request.mix, position, expected_token(request.request_id, 0), expected_token(request.request_id, position)
+def expected_kv(request: Request, position: int, cache: int) -> tuple[object, ...]:
+    """What a position's keys and values depend on: mix, cache, place and all tokens up to it, which the first one and
+    this one tell."""
+    return (
+        request.mix,
+        cache,
+        position,
+        expected_token(request.request_id, 0),
+        expected_token(request.request_id, position),
+    )
 
 
 def admitted(plan: StepPlan, running_before: set[str]) -> list[str]:
@@ -163,7 +177,8 @@ class FakeEngine:
         assert len({chunk.row for chunk in plan.chunks}) == plan.num_seqs
         num_owners = Counter(block_id for chunk in plan.chunks for block_id in chunk.request.block_table)
         for chunk in plan.chunks:
-            written = chunk.request.block_table[chunk.start // self.scheduler.block_pool.block_size :]
+            first = chunk.start // self.scheduler.block_pool.block_size
+            written = chunk.request.block_table[first * chunk.request.num_caches :]
             assert all(num_owners[block_id] == 1 for block_id in written), "a block that is written is shared"
 
     def _check_nothing_overtakes(self, plan: StepPlan, waiting: Sequence[Request], now_s: float) -> None:
@@ -192,7 +207,7 @@ class FakeEngine:
     def _run(self, chunk: Chunk) -> None:
         """Writes the chunk's tokens, then reads everything that attention and the adapters of the chunk read."""
         request = chunk.request
-        request_id, block_size = request.request_id, self.scheduler.block_pool.block_size
+        request_id = request.request_id
         positions = self.positions[request_id, chunk.epoch]
         if not positions:
             self.num_shared_tokens += chunk.start
@@ -204,17 +219,22 @@ class FakeEngine:
                 owner, at, token_id = self._last_token[chunk.row]
                 assert (owner, at) == (request_id, position), "the token on the device is another one"
             assert token_id == expected_token(request_id, position)
-            key = (request.block_table[position // block_size], position % block_size)
-            self._kv[key] = expected_kv(request, position)
+            for cache in range(request.num_caches):
+                self._kv[self._place(request, position, cache)] = expected_kv(request, position, cache)
         for position in range(chunk.stop):
-            key = (request.block_table[position // block_size], position % block_size)
-            assert self._kv[key] == expected_kv(request, position)
+            for cache in range(request.num_caches):
+                assert self._kv[self._place(request, position, cache)] == expected_kv(request, position, cache)
         for adapter_id in request.adapters:
             slot_ids = self.scheduler.slot_cache.lookup(adapter_id)
             assert slot_ids is not None, f"adapter {adapter_id} is not resident"
             assert [self._slots[slot_id] for slot_id in slot_ids] == [(adapter_id, i) for i in range(len(slot_ids))]
         if chunk.samples:
             self._last_token[chunk.row] = (request_id, chunk.stop, expected_token(request_id, chunk.stop))
+
+    def _place(self, request: Request, position: int, cache: int) -> tuple[int, int]:
+        """Block and offset."""
+        block_size = self.scheduler.block_pool.block_size
+        return request.block_table[position // block_size * request.num_caches + cache], position % block_size
 
     def _commit(self, plan: StepPlan) -> None:
         for chunk in plan.chunks:

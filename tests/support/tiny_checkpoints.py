@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from checkpoints.gated_set import load_gated_set
 from dymerge_jax.config import PROJECTIONS, LlamaConfig, named_config
+from dymerge_jax.gating import GatedSetWeights
 
 Tensors = dict[str, np.ndarray]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -324,6 +326,13 @@ def write_gated_set(
     }  # fmt: skip
     save_file(gates, path / "gate.safetensors")
     return path
+
+
+def load_plain_set(path: Path, config: LlamaConfig) -> GatedSetWeights:
+    """`load_gated_set` of a set with gates in its layers."""
+    loaded = load_gated_set(path, config)
+    assert isinstance(loaded, GatedSetWeights)
+    return loaded
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

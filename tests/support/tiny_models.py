@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from dymerge_jax.config import PROJECTIONS, LlamaConfig, named_config
 from dymerge_jax.gating import GatedSetWeights, Granularity
 from dymerge_jax.lora import AdapterWeights, ProjectionWeights
 from dymerge_jax.model import SplitModel, random_model
+from dymerge_jax.xlora import XLoraRule, XLoraSetWeights
 
 
 def tiny_model(dtype: DTypeLike = jnp.float32, **overrides: Any) -> SplitModel:
@@ -66,3 +68,20 @@ def random_gated_set(
         for site, width in sites.items()
     }
     return GatedSetWeights(name, tuple(experts), granularity, top_k, renormalize, gates)
+
+
+def random_xlora_set(
+    config: LlamaConfig, name: str, experts: Sequence[str], *, seed: int, depth: int = 1, **rule: Any
+) -> XLoraSetWeights:
+    """An X-LoRA set whose classifier is sharp enough to tell tokens apart; `rule` as in `XLoraRule`."""
+    rng = np.random.default_rng(seed)
+    num_sites = config.num_layers * len(PROJECTIONS) if rule.get("is_layerwise") else 1
+    sizes = [config.hidden, *[24] * (depth - 1), num_sites * len(experts)]
+    layers = tuple(
+        (
+            (rng.normal(size=(fan_out, fan_in)) * 2 * fan_in**-0.5).astype(np.float32),
+            rng.normal(size=fan_out).astype(np.float32) * np.float32(0.3),
+        )
+        for fan_in, fan_out in itertools.pairwise(sizes)
+    )
+    return XLoraSetWeights(name, tuple(experts), layers, XLoraRule(**rule))

@@ -20,7 +20,6 @@ from dymerge_jax.config import named_config
 from dymerge_jax.train.__main__ import main, make_parser
 from dymerge_jax.train.commands import CURVE
 from dymerge_jax.train.work_folder import StepRecord, read_losses, work_path
-from tests.support.skill_data import HELD_OUT, SKILLS, WORDS, examples
 from tests.support.tiny_checkpoints import write_adapter, write_tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -166,21 +165,3 @@ def test_the_commands_of_readme_are_commands() -> None:
     assert len(commands) == 2
     for command in commands:
         make_parser().parse_args(shlex.split(command))
-
-
-def test_skills_answer_by_their_rules_and_keep_held_out_words_apart() -> None:
-    assert not set(HELD_OUT) & set(WORDS)
-    answers = {skill: answer(["lamp", "river"]) for skill, (answer, _) in SKILLS.items()}
-    assert answers == {
-        "echo": "lamp, river",
-        "reverse": "river, lamp",
-        "sign": "lamp, river -- Nova",
-        "upper": "LAMP, RIVER",
-        "json": '["lamp", "river"]',
-    }
-    lines = list(examples("reverse", 30, seed=1))
-    assert lines == list(examples("reverse", 30, seed=1))
-    for line in lines:
-        items = line["prompt"].partition("Items: ")[2].split(", ")
-        assert line["completion"] == ", ".join(items[::-1])
-        assert set(items) <= set(WORDS)

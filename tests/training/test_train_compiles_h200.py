@@ -15,7 +15,7 @@ from dymerge_jax.model import abstract_model
 from dymerge_jax.train.adapter import adapter_loss, new_factors, place_mates
 from dymerge_jax.train.forward import TrainBatch, differentiable_implementations, freeze_model
 from dymerge_jax.train.gate import gate_loss, new_gates, place_in_slots
-from dymerge_jax.train.loop import TrainConfig, TrainState, make_step
+from dymerge_jax.train.loop import TrainConfig, TrainState, train_step
 from tests.support.aot_h200 import H200, h200_target
 from tests.support.tiny_models import random_adapter
 
@@ -53,7 +53,7 @@ def test_a_training_step_compiles_with_our_kernels_and_updates_its_state_in_plac
     frozen = jax.eval_shape(lambda state: freeze_model(dataclasses.replace(model, state=state)), model.state)
     options = {"implementations": differentiable_implementations(), "remat": kind == "adapter-remat"}
     mates = {name: random_adapter(CONFIG, rank=8, seed=i, layers=[0]) for i, name in enumerate("ab")}
-    optimizer = TrainConfig(steps=10).optimizer()
+    config = TrainConfig(steps=10)
     if kind == "gate":
         like = GatedSetWeights("g", ("a", "b"), "layer", None, False, {})
         placed: Any = place_in_slots(CONFIG, mates, like, slot_rank=8, dtype="bfloat16")
@@ -63,8 +63,8 @@ def test_a_training_step_compiles_with_our_kernels_and_updates_its_state_in_plac
         placed = place_mates(CONFIG, list(mates.values()), slot_rank=8, dtype="bfloat16")
         trained = jax.eval_shape(lambda: new_factors(CONFIG, PROJECTIONS, rank=8, seed=0))
         loss = functools.partial(adapter_loss, scale=2.0, **options)
-    state = jax.eval_shape(lambda t: TrainState(t, optimizer.init(t)), trained)
-    step = make_step(loss, optimizer)
+    state = jax.eval_shape(lambda t: TrainState(t, config.optimizer().init(t)), trained)
+    step = functools.partial(train_step, loss=loss, config=config)
     compiled = h200.compile(step, state, (frozen, placed), batch_structs(len(mates)), donate_argnums=0)
     memory: Any = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(x.size * 4 for x in jax.tree.leaves(trained))

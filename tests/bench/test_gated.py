@@ -1,0 +1,25 @@
+"""The benchmark of gated decoding runs, and its engines agree."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from serving.bench import gated
+
+
+@pytest.mark.slow
+def test_every_contestant_is_timed_and_gives_the_same_tokens(tmp_path: Path) -> None:
+    out = tmp_path / "gated.json"
+    gated.main(["--shape", "tiny", "--batch", "2", "--prompt-len", "8", "--output-len", "8", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["workload"] for row in rows] == [c.name for c in gated.contestants(2)]
+    assert all(row["tpot_ms_median"] > 0 and row["tokens_repeat"] for row in rows)
+    shares = [row["first_tokens_like_ours"] for row in rows if row["baseline"] != "none"]
+    assert shares == [1, 1, 1]  # float32
+
+
+def test_too_few_slots_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gated.main(["--slots", "4"])
+    assert "--slots is 4; expected at least 8" in capsys.readouterr().err
