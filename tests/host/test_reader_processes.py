@@ -347,6 +347,22 @@ def test_reads_go_on_in_threads_while_no_process_has_started_and_after_close(tmp
     assert_equal_bits(store.read("a", folder).contents, expected)
 
 
+def test_closing_does_not_wait_for_a_read_which_a_thread_ends(tmp_path: Path) -> None:
+    store = make_store(count=1)
+    (pid,) = readers_of(store).pids
+    folder = write(tmp_path / "a")
+    os.kill(pid, signal.SIGSTOP)
+    contents: list[AdapterContents] = []
+    thread = threading.Thread(target=lambda: contents.append(store.read("a", folder).contents))
+    thread.start()
+    wait_until(lambda: readers_of(store)._busy)
+    store.close()
+    assert not is_running(pid)
+    thread.join()
+    assert_equal_bits(contents[0], expected_contents(folder, "float32"))
+    assert not readers_of(store).num_started
+
+
 def test_a_store_that_nobody_closes_takes_its_processes_with_it() -> None:
     store = make_store()
     store.start_readers(2)
