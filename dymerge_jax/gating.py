@@ -211,6 +211,8 @@ def _select(
 ) -> Float[Array, "num_tokens num_gates max_experts"]:
     """Logits of each token's own set: one matrix product for the gates of all sets, then a pick by row."""
     num_sets, num_gates, max_experts, in_features = gates.shape
+    # For a GPU, XLA would take the layer's slice into the product's kernel and tune one for each layer: a minute.
+    gates = jax.lax.optimization_barrier(gates)
     logits = jax.lax.dot_general(
         x.astype(jnp.float32),
         gates.reshape(-1, in_features),

@@ -156,18 +156,21 @@ def kernel_columns(implementations: Sequence[Implementation], sgmv: Implementati
 
 def site_columns(implementations: Sequence[Implementation]) -> dict[str, Column]:
     """The op and its base projection, by name of the column."""
-
-    def arrivals() -> Array:
-        return new_arrivals(UNROLL)
-
     return {
         "site_base": Column(_project, computes="projection"),
         **{f"site_{name}": Column(_site(name), computes="site") for name in implementations},
-        "site_fused": Column(functools.partial(_one_launch, has_adapters=True), computes="site", scratch=arrivals),
-        "site_plain": Column(
-            functools.partial(_one_launch, has_adapters=False), computes="projection", scratch=arrivals
-        ),
+        "site_fused": _one_launch_column(has_adapters=True),
+        "site_plain": _one_launch_column(has_adapters=False),
     }
+
+
+def _one_launch_column(*, has_adapters: bool) -> Column:
+    return Column(
+        functools.partial(_one_launch, has_adapters=has_adapters),
+        computes="site" if has_adapters else "projection",
+        scratch=lambda: new_arrivals(UNROLL),
+        ends_in_swiglu=True,
+    )
 
 
 def _lora(implementation: Implementation) -> Callable[[Op], Array]:

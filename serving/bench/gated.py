@@ -195,7 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for contestant in contestants(options.batch):
         start_s = time.perf_counter()
         rows.append(measure(contestant, model, options))
-        logging.info("%s: %.0f s", contestant.name, time.perf_counter() - start_s)
+        tpot_ms, took_s = rows[-1]["tpot_ms_median"], time.perf_counter() - start_s
+        logging.info("%s: TPOT %.3f ms, measured in %.0f s", contestant.name, tpot_ms, took_s)
     compare_tokens(rows)
     result = {
         "command": shlex.join(["python", "-m", "serving.bench.gated", *(arguments or sys.argv[1:])]),

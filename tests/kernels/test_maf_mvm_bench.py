@@ -58,3 +58,18 @@ def test_an_unknown_column_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.main(["--column", "magic"])
     assert "--column magic: expected maf_loop, copy_sgmv" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["qkv", "gate_up"])
+def test_what_adapters_add_to_the_one_launch_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], group: str
+) -> None:
+    argv = f"--shape tiny --dtype bfloat16 --group {group} --batch 2 --rank 8 --site --repeats 2"
+    bench.main([*argv.split(), "--column", "bmm", "site_fused", "site_plain", "--out", str(tmp_path / "report.json")])
+    (layer,) = json.loads((tmp_path / "report.json").read_text())["layers"]
+    added_us = layer["median_us"]["site_fused"] - layer["median_us"]["site_plain"]
+    header, row = capsys.readouterr().out.splitlines()[-2:]
+    cells = dict(zip(header.split(), row.split(), strict=True))
+    assert cells["added"] == f"{added_us:.1f}"
+    assert cells["bmm/ours"] == f"{layer['median_us']['bmm'] / added_us:.2f}"

@@ -158,7 +158,7 @@ def _of_the_loop(compiles: list[str]) -> list[str]:
         (["--skills", "upper"], "no adapter for upper in"),
         (
             ["--pairs", "sign+count"],
-            "sign and count both act on the wrap; expected skills of different kinds",
+            "sign and count both act on the wrap; expected skills that act on different things",
         ),
         (["--pairs", "upper+sign"], "no adapter for upper in"),
         (["--n", "0"], "n is 0; expected at least 1"),
