@@ -3,7 +3,9 @@
 #   tests    the GPU tests (compiled kernels, laws): about 5 minutes, most of it compiling
 #   decode   time per token of the engine's loop, 8B and 1B shapes, and prefill: 3 minutes
 #   step     the step's program alone with each kernel's share: 2 minutes
-#   kernels  maf_mvm beside the paper's baselines, batch 1-64, rank 4-64: 4 to 6 minutes
+#   kernels  what adapters add to one launch, beside the paper's baselines, batch 1-64, rank 4-64: 10 minutes
+#   gated    gated decoding beside static mixes and baselines, 5 minutes; and eager PyTorch's loop over experts
+#   tiers    time to first token from disk, host and slots, decode steps while adapters stream in; starts: 3 minutes
 #   load     open-loop serving at 8 and 16 requests/s, four workloads: 5 minutes; TRACES="a.json b.json" replays those
 #   rates    the highest rate that each of WORKLOADS="base single" sustains with TTFT p99 < 1 s: 2 minutes each
 #   sweep    FIGURES="10 13" of the paper, 2 to 8 minutes each, 9 an hour (QUICK=--quick takes fewer points, DURATION=8
@@ -29,7 +31,15 @@ for part in "$@"; do
     step)
       XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python3 -m serving.bench.step --profile --out "$out/step-8b.json" ;;
     kernels)
-      python3 -m pallas_kernels.maf_mvm.bench --out "$out/maf_mvm.json" ;;
+      python3 -m pallas_kernels.maf_mvm.bench --site --implementation pallas_triton --batch 1 8 32 64 \
+        --column maf_pallas_triton copy_sgmv naive bmm dense site_fused site_plain --out "$out/maf_mvm.json" ;;
+    gated)
+      XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python3 -m serving.bench.gated --shape 8b --out "$out/gated.json" &&
+        python3 benchmarks/sequential_experts_torch.py --out "$out/sequential.json" ;;
+    tiers)
+      export XLA_PYTHON_CLIENT_MEM_FRACTION=0.9
+      python3 -m serving.bench.adapter_tiers --shape 8b --slots 64 --rows 32 --prompt-len 224 --out "$out/tiers.json" &&
+        python3 -m serving.bench.startup --shape 8b --out "$out/startup.json" ;;
     load)
       work="--rates 8 16 --duration ${DURATION:-20}"
       [ -z "${TRACES:-}" ] || work="--trace $TRACES"
@@ -49,7 +59,7 @@ for part in "$@"; do
     tune)
       python3 -m pallas_kernels.lora_linear.tune --shape llama-3-8b llama-3.2-1b --out "$out/h200.json" ;;
     *)
-      echo "$part is unknown; the parts are tests, decode, step, kernels, load, rates, sweep, soak and tune" >&2
+      echo "$part is unknown; the parts are tests, decode, step, kernels, gated, tiers, load, rates, sweep, soak and tune" >&2
       false ;;
   esac || status=1
 done
