@@ -191,7 +191,7 @@ def hidden_states(
     *,
     max_slots: int | None = None,
 ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
-    """Runs one batch through the layers; those of its rows that use an X-LoRA set twice.
+    """Runs one batch through the layers, twice if its program is for X-LoRA sets.
 
     Returns:
       [num_tokens, hidden] after the final norm, of no meaning for padding, and the cache with the batch's tokens in it.

@@ -27,7 +27,7 @@ from serving.errors import (
 from serving.metrics import Metrics
 from serving.mixes import AdapterEntry, ModelRegistry, shown
 from serving.protocol import LoadAdapterRequest, MixRequest, UnloadAdapterRequest, parse_adapter_mix, parse_json_object
-from serving.retrieval import Retriever, read_folder_examples
+from serving.retrieval import Retriever, usable_folder_examples
 
 logger = logging.getLogger(__name__)
 
@@ -160,8 +160,8 @@ class Admin:
         try:
             async with self._changing(name, prompts):
                 self._registry.put_adapter(entry)
-        except ServingError:
-            await self._remove_if_other(entry, old)
+        except BaseException:  # a cancellation too: nobody else could remove it
+            await asyncio.shield(self._remove_if_other(entry, old))
             raise
         if old is not None:
             await self._remove_if_other(old, entry)
@@ -192,7 +192,7 @@ class Admin:
 
     def _examples(self, folder: Path) -> list[str]:
         if self._retriever is not None:
-            return read_folder_examples(folder)
+            return usable_folder_examples(folder)
         if (folder / EXAMPLES_FILE).exists():
             logger.warning("%s is not used: retrieval is off, --retrieval turns it on", folder / EXAMPLES_FILE)
         return []

@@ -5,7 +5,7 @@ The life of a request:
   2. A plan admits it: it gets a row, KV blocks and pins on its adapters; those not in slots yet are copied there from
      memory of the device. Blocks that hold what its prompt begins with, computed for the same mix, are shared.
   3. The rest of its prompt runs in prefill chunks, beside the decode rows of other requests. A step in which some
-     request uses an X-LoRA set has a program that runs such rows twice: see `dymerge_jax.xlora`.
+     request uses an X-LoRA set has a program that runs its batch twice: see `dymerge_jax.xlora`.
   4. The step that runs the prompt's last token samples the first output token; from then on it is a decode row. Sampled
      tokens stay on the device, where the next step reads them.
   5. The host reads the tokens of a step while the next one runs, detokenizes them and checks for the end. A step that

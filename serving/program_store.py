@@ -5,13 +5,13 @@ of a large model takes Python a second, one program after the other. Here a prog
 project's source, the versions and settings of JAX, the device, and the shapes of its arguments.
 """
 
-import functools
+import contextlib
 import hashlib
 import logging
 import os
 import time
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = "dymerge-programs"
 _SOURCES = ("dymerge_jax", "pallas_kernels")
+_DISTRIBUTIONS = ("jax", "flax", "triton", "nvidia")  # beginnings of the names of what programs are compiled by
 _MAX_UNUSED_S = 30 * 24 * 3600
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -42,13 +43,17 @@ class ProgramStore:
           device: the programs' only one, a jax.Device.
 
         Raises:
-          OSError: If the folder cannot be made or written.
+          OSError: If the folder cannot be made or looked at.
           PermissionError: If somebody else can write it.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
-        if status.st_uid != os.getuid() or status.st_mode & 0o022:
-            raise PermissionError(f"{folder} belongs to, or can be written by, another user; run: chmod go-w {folder}")
+        if status.st_uid != os.getuid():
+            raise PermissionError(
+                f"{folder} belongs to another user; set JAX_COMPILATION_CACHE_DIR to a folder of yours"
+            )
+        if status.st_mode & 0o022:
+            raise PermissionError(f"others can write {folder}; run: chmod go-w {folder}")
         self._folder = folder
         self._device = device
         self._environment = _environment(device)
@@ -80,6 +85,9 @@ class ProgramStore:
             content = file.read_bytes()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            logger.warning("a compiled program cannot be read, it is compiled anew: %s", error)
+            return None
         digest, data = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         if hashlib.sha256(data).digest() != digest:
             logger.warning("the compiled program %s is damaged; it is compiled anew", file)
@@ -88,26 +96,32 @@ class ProgramStore:
             program = serialize_executable.deserialize_and_load(
                 data, args_tree, result_tree, self._device.client, (self._device,)
             )
-            os.utime(file)
         except Exception as error:  # of the runtime's many kinds; whatever it is, compiling is the way out
             logger.warning("the compiled program %s cannot be loaded, it is compiled anew: %s", file, error)
             return None
+        with contextlib.suppress(OSError):  # a folder that can only be read is of use too
+            os.utime(file)
         return program
 
     def _save(self, file: Path, program: jax.stages.Compiled) -> None:
+        if _source_digest() != _SOURCE_DIGEST:  # what has been compiled is not what the files say now
+            logger.warning("the source has changed since the start: compiled programs are not kept")
+            return
+        part = file.with_suffix(f".{os.getpid()}")
         try:
             data, _, _ = serialize_executable.serialize(program)
-            part = file.with_suffix(f".{os.getpid()}")
             part.write_bytes(hashlib.sha256(data).digest() + data)
             part.replace(file)
         except Exception as error:  # the program is there: the next start takes longer, that is all
             logger.warning("a compiled program cannot be kept for the next start: %s", error)
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
 
 
 def store_beside_jax_cache(device: Any) -> ProgramStore | None:
     """The store in the folder of JAX's own cache; None if JAX keeps no programs, or the folder is not to be used."""
     folder = jax.config.jax_compilation_cache_dir
-    if folder is None or not jax.config.jax_enable_compilation_cache:
+    if folder is None or not jax.config.jax_enable_compilation_cache or _SOURCE_DIGEST is None:
         return None
     try:
         return ProgramStore(Path(folder) / _FOLDER, device)
@@ -118,31 +132,36 @@ def store_beside_jax_cache(device: Any) -> ProgramStore | None:
 
 def _environment(device: Any) -> tuple[str, ...]:
     """What a compiled program depends on besides its own arguments, as far as it may change between two starts."""
+    found = ((d.metadata["Name"] or "", d.version) for d in distributions())
+    versions = sorted(f"{name}=={version}" for name, version in found if name.startswith(_DISTRIBUTIONS))
     return (
-        jax.__version__,
-        version("jaxlib"),
+        *versions,
         device.client.platform_version,
         device.device_kind,
         str(device.id),
         os.environ.get("XLA_FLAGS", ""),
         repr(sorted(jax.config.values.items())),
-        _source_digest(),
+        str(_SOURCE_DIGEST),
     )
 
 
-@functools.cache
-def _source_digest() -> str:
-    """SHA-256 of the code, and of the tables of sizes, that programs are made from."""
+def _source_digest() -> str | None:
+    """SHA-256 of the code, and of the tables of sizes, that programs are made from; None where there are no files."""
     digest = hashlib.sha256()
     root = Path(__file__).parent.parent
-    for package in _SOURCES:
-        for file in sorted(f for f in (root / package).rglob("*") if f.suffix in (".py", ".json")):
-            digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes() + b"\0")
-    return digest.hexdigest()
+    files = [f for package in _SOURCES for f in sorted((root / package).rglob("*")) if f.suffix in (".py", ".json")]
+    for file in files:
+        digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest() if files else None
+
+
+_SOURCE_DIGEST = _source_digest()
+"""That of the files when they were imported, or before; a server may run long beside a checkout that changes."""
 
 
 def _remove_unused(folder: Path) -> None:
     oldest_s = time.time() - _MAX_UNUSED_S
     for file in folder.iterdir():
-        if file.stat().st_mtime < oldest_s:
-            file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another start may rename or remove it meanwhile
+            if file.stat().st_mtime < oldest_s:
+                file.unlink()

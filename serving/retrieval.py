@@ -64,7 +64,13 @@ class PromptIndex:
     """
 
     def __init__(
-        self, model: SplitModel, tokenizer: Any, folders: Mapping[str, Path], given: Mapping[str, Sequence[str]]
+        self,
+        model: SplitModel,
+        tokenizer: Any,
+        folders: Mapping[str, Path],
+        given: Mapping[str, Sequence[str]],
+        *,
+        is_wanted: bool | None = True,
     ) -> None:
         """Compiles what embeds, embeds all examples and fits the scores.
 
@@ -73,12 +79,13 @@ class PromptIndex:
           tokenizer: of the base model.
           folders: of all adapters, by name.
           given: see above; adapters that are not in `folders` may be loaded later.
+          is_wanted: see `build_index`.
 
         Raises:
           ValueError, OSError: If a file of examples cannot be used.
         """
         start_s = time.perf_counter()
-        examples = read_examples(folders, given)
+        examples = read_examples(folders, given, is_wanted=is_wanted)
         self.embedder: TokenEmbedder = make_embedder(model, tokenizer)
         self.tokenizer = tokenizer
         self.given = dict(given)
@@ -90,14 +97,28 @@ class PromptIndex:
         )  # fmt: skip
 
 
-def read_examples(folders: Mapping[str, Path], given: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+def read_examples(
+    folders: Mapping[str, Path], given: Mapping[str, Sequence[str]], *, is_wanted: bool | None = True
+) -> dict[str, Sequence[str]]:
     """The example prompts of those adapters that have some.
 
     Raises:
-      ValueError, OSError: If a file of examples cannot be used.
+      ValueError, OSError: If a file of examples cannot be used and `is_wanted` is true; else a warning is logged.
     """
-    found = {name: given.get(name) or read_folder_examples(folder) for name, folder in folders.items()}
+    found = {
+        name: given.get(name) or (read_folder_examples(folder) if is_wanted else usable_folder_examples(folder))
+        for name, folder in folders.items()
+    }
     return {name: prompts for name, prompts in found.items() if prompts}
+
+
+def usable_folder_examples(folder: Path) -> list[str]:
+    """The same as `read_folder_examples`, but a file that cannot be used, which may be for others, is only told."""
+    try:
+        return read_folder_examples(folder)
+    except (ValueError, OSError) as error:
+        logger.warning("the adapter in %s is never found by its examples, which cannot be used: %s", folder, error)
+        return []
 
 
 def build_index(
@@ -114,19 +135,19 @@ def build_index(
       loaded: for its tokenizer.
       model: weights on the device.
       folders, given: see `PromptIndex`.
-      is_wanted: None for an index where an adapter has examples.
+      is_wanted: None for an index where an adapter has examples, as far as they can be used.
 
     Raises:
-      ValueError, OSError: If a file of examples cannot be used, or an index is asked for without a tokenizer.
+      ValueError, OSError: If a file of examples cannot be used and `is_wanted` is true, or there is no tokenizer.
     """
-    if is_wanted is False or (is_wanted is None and not read_examples(folders, given)):
+    if is_wanted is False or (is_wanted is None and not read_examples(folders, given, is_wanted=is_wanted)):
         return None
     if loaded.tokenizer is None:
         raise ValueError(
             "adapters are to be found by example prompts, but the model directory has no tokenizer; add one, or start "
             "with --no-retrieval"
         )
-    return PromptIndex(model, loaded.tokenizer, folders, given)
+    return PromptIndex(model, loaded.tokenizer, folders, given, is_wanted=is_wanted)
 
 
 class Retriever:
@@ -206,6 +227,9 @@ class Retriever:
           ServingError: If the engine fails or ends.
         """
         async with self._changing:
+            if not prompts and name not in self._vectors and name not in self._index.given:
+                yield  # nothing changes for those that may be found
+                return
             vectors = {other: found for other, found in self._vectors.items() if other != name}
             if prompts is not None and (prompts := self._index.given.get(name) or prompts):
                 vectors[name] = await self._embed(await asyncio.to_thread(self._example_pieces, name, prompts))

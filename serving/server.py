@@ -197,19 +197,23 @@ def create_app(
     _add_error_handlers(app)
     _add_admin_routes(app, admin, access, config.max_body_bytes)
 
-    async def job_of[T: GenerationFields](
+    async def begin[T: GenerationFields](
         request: fastapi.Request, fields: T, make: Callable[[T], Coroutine[Any, Any, Job]]
-    ) -> Job:
+    ) -> tuple[Job, Generation]:
         """Where it has to wait for the engine, it ends as soon as the client is gone."""
+
+        async def make_and_begin() -> tuple[Job, Generation]:
+            job = await make(fields)
+            return job, engine.begin(job.requests)  # at once: an unload must not come between
+
         is_watched = service.is_auto(fields)
-        return await (until_disconnect(request.receive, make(fields)) if is_watched else make(fields))
+        return await (until_disconnect(request.receive, make_and_begin()) if is_watched else make_and_begin())
 
     def cards() -> list[dict[str, Any]]:
         has_auto = retriever is not None and retriever.num_candidates > 0
         return registry.cards(created, encoder.max_model_len, has_auto=has_auto)
 
-    async def respond(request: fastapi.Request, job: Job) -> fastapi.Response:
-        generation = engine.begin(job.requests)
+    async def respond(request: fastapi.Request, job: Job, generation: Generation) -> fastapi.Response:
         if not job.is_stream:
             with contextlib.closing(generation):
                 return JSONResponse(await until_disconnect(request.receive, service.answer(job, generation)))
@@ -219,12 +223,12 @@ def create_app(
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: fastapi.Request) -> fastapi.Response:
         fields = parse_body(CompletionRequest, await read_body(request, config.max_body_bytes))
-        return await respond(request, await job_of(request, fields, service.completion_job))
+        return await respond(request, *await begin(request, fields, service.completion_job))
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
     async def chat_completions(request: fastapi.Request) -> fastapi.Response:
         fields = parse_body(ChatRequest, await read_body(request, config.max_body_bytes))
-        return await respond(request, await job_of(request, fields, service.chat_job))
+        return await respond(request, *await begin(request, fields, service.chat_job))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from dymerge_jax.example_lines import asked_text
 from serving.adapter_ids import adapter_name
 from serving.async_engine import AsyncEngine, Generation
-from serving.auto_mix import AutoMix
+from serving.auto_mix import AUTO, AutoMix
 from serving.errors import InvalidRequestError, ServingError
 from serving.mixes import ModelRegistry
 from serving.prompts import PromptEncoder
@@ -83,10 +83,11 @@ class OpenAIService:
         return self._auto(fields) is not None
 
     async def completion_job(self, fields: CompletionRequest) -> Job:
-        self._check(fields)
+        self._check(fields, len(fields.prompt), "prompt")
         prompts = await asyncio.to_thread(self._tokenize, fields.prompt)
+        max_tokens = self._max_tokens(fields, prompts, COMPLETION_MAX_TOKENS, "prompt")
         found = await self._embed(fields, lambda: [self._text(given) for given in fields.prompt])
-        requests = self._requests("cmpl", fields, prompts, found, COMPLETION_MAX_TOKENS, "prompt")
+        requests = self._requests("cmpl", fields, prompts, max_tokens, found)
         echoes = self._echoes(fields, prompts) if fields.echo else {}
         mixes = self._found_mixes(fields, requests)
         shapes = CompletionFormat(
@@ -95,10 +96,11 @@ class OpenAIService:
         return self._job(fields, requests, shapes, prompts)
 
     async def chat_job(self, fields: ChatRequest) -> Job:
-        self._check(fields)
+        self._check(fields, 1, "messages")
         prompts = [await asyncio.to_thread(self.encoder.encode_chat, fields.messages)]
+        max_tokens = self._max_tokens(fields, prompts, None, "messages")
         found = await self._embed(fields, lambda: [asked_text([m.for_template() for m in fields.messages])])
-        requests = self._requests("chatcmpl", fields, prompts, found, None, "messages")
+        requests = self._requests("chatcmpl", fields, prompts, max_tokens, found)
         mixes = self._found_mixes(fields, requests)
         shapes = ChatFormat(*self._header(requests, fields), self.encoder, fields.num_top_logprobs, mixes=mixes)
         return self._job(fields, requests, shapes, prompts)
@@ -145,8 +147,16 @@ class OpenAIService:
     def _auto(self, fields: GenerationFields) -> tuple[AutoMix, str] | None:
         return self.registry.auto_mix(fields.model, fields.adapter_mix, fields.lora)
 
-    def _check(self, fields: GenerationFields) -> None:
+    def _check(self, fields: CompletionRequest | ChatRequest, num_prompts: int, param: str) -> None:
         """Refuses what can be refused before the prompt is looked at."""
+        num_choices = fields.n or 1
+        if num_prompts * num_choices > self.max_choices:
+            raise InvalidRequestError(
+                f"{num_prompts} prompts with n = {num_choices} make {num_prompts * num_choices} choices; at most "
+                f"{self.max_choices} are allowed in one request",
+                param="n" if num_choices > 1 else param,
+            )
+        self.encoder.check_token_ids(fields.stop_token_ids or (), "stop_token_ids")
         auto = self._auto(fields)
         if auto is None:
             self._resolve(fields)
@@ -175,7 +185,11 @@ class OpenAIService:
         if auto is None or found is None:
             return [self._resolve(fields)] * num_prompts
         assert self.retriever is not None
-        return [self.registry.resolve(None, self.retriever.weights(auto[0], f, auto[1])) for f in found]
+        weights = [self.retriever.weights(auto[0], vectors, auto[1]) for vectors in found]
+        try:
+            return [self.registry.resolve(None, mix) for mix in weights]
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{error}; ask for {AUTO}:K with a smaller K", param=auto[1]) from error
 
     def _found_mixes(self, fields: GenerationFields, requests: Sequence[Request]) -> dict[int, dict[str, float]]:
         """By choice, what was found for its prompt, as the client would name it."""
@@ -195,33 +209,30 @@ class OpenAIService:
             result.append(prompt)
         return result
 
+    def _max_tokens(
+        self, fields: CompletionRequest | ChatRequest, prompts: list[list[int]], default: int | None, param: str
+    ) -> list[int]:
+        """The limit of each prompt's answers; refuses prompts that leave no room for one."""
+        asked = fields.requested_max_tokens
+        return [self.encoder.max_tokens(len(prompt), asked, default, param) for prompt in prompts]
+
     def _requests(
         self,
         prefix: str,
         fields: CompletionRequest | ChatRequest,
         prompts: list[list[int]],
+        max_tokens: list[int],
         found: list[Vectors] | None,
-        default_max_tokens: int | None,
-        param: str,
     ) -> list[Request]:
-        num_choices = fields.n or 1
-        if len(prompts) * num_choices > self.max_choices:
-            raise InvalidRequestError(
-                f"{len(prompts)} prompts with n = {num_choices} make {len(prompts) * num_choices} choices; at most "
-                f"{self.max_choices} are allowed in one request",
-                param="n" if num_choices > 1 else param,
-            )
-        self.encoder.check_token_ids(fields.stop_token_ids or (), "stop_token_ids")
         answer_id = f"{prefix}-{uuid.uuid4().hex}"
         # Again: an adapter may have been replaced while the prompt was tokenized.
         mixes = self._mixes(fields, found, len(prompts))
         arrival_s = time.monotonic()
         requests = []
-        for prompt, mix in zip(prompts, mixes, strict=True):
+        for prompt, limit, mix in zip(prompts, max_tokens, mixes, strict=True):
             adapters = self.registry.adapters_of(mix)
-            max_tokens = self.encoder.max_tokens(len(prompt), fields.requested_max_tokens, default_max_tokens, param)
-            for choice in range(num_choices):
-                sampling = sampling_params(fields, max_tokens, choice)
+            for choice in range(fields.n or 1):
+                sampling = sampling_params(fields, limit, choice)
                 request_id = f"{answer_id}-{len(requests)}"
                 requests.append(Request(request_id, list(prompt), sampling, mix, arrival_s, adapters))
         return requests

@@ -85,7 +85,7 @@ def test_a_program_is_found_by_its_description_and_shapes(tmp_path: Path) -> Non
 def test_a_changed_environment_compiles_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     run(make_store(tmp_path))
     if change == "source":
-        monkeypatch.setattr(program_store, "_source_digest", lambda: "another")
+        monkeypatch.setattr(program_store, "_SOURCE_DIGEST", "another")
     elif change == "flags":
         monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     else:
@@ -113,6 +113,40 @@ def test_a_damaged_file_is_told_and_replaced(
     assert run(make_store(tmp_path), triple) == [3, 3, 3, 3]
     assert "compiled anew" in caplog.text
     assert run(make_store(tmp_path)) == [3, 3, 3, 3]  # the new one has taken its place
+
+
+def test_a_program_of_sources_that_changed_meanwhile_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkout may be updated while a server compiles what it imported before."""
+    with monkeypatch.context() as patch:
+        patch.setattr(program_store, "_source_digest", lambda: "of the new files")
+        assert run(make_store(tmp_path)) == [2, 2, 2, 2]
+    assert "source has changed" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_can_only_be_read_is_of_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(*_: object) -> None:
+        raise OSError("Read-only file system")
+
+    run(make_store(tmp_path))
+    monkeypatch.setattr(program_store.os, "utime", read_only)
+    assert run(make_store(tmp_path), triple) == [2, 2, 2, 2]
+
+
+def test_a_disk_that_fails_costs_a_compile_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> bytes:
+        raise OSError("Input/output error")
+
+    run(make_store(tmp_path))
+    store = make_store(tmp_path)
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    monkeypatch.setattr(program_store, "_source_digest", lambda: program_store._SOURCE_DIGEST)
+    assert run(store, triple) == [3, 3, 3, 3]
+    assert "Input/output error" in caplog.text
 
 
 def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
