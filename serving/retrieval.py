@@ -233,7 +233,10 @@ class Retriever:
             vectors = {other: found for other, found in self._vectors.items() if other != name}
             if prompts is not None and (prompts := self._index.given.get(name) or prompts):
                 vectors[name] = await self._embed(await asyncio.to_thread(self._example_pieces, name, prompts))
-            scorer = await asyncio.to_thread(Scorer.fit, vectors) if vectors else None
+            try:
+                scorer = await asyncio.to_thread(Scorer.fit, vectors) if vectors else None
+            except ValueError as error:
+                raise InvalidRequestError(str(error), param="lora_path") from error
             yield
             self._vectors, self._scorer = vectors, scorer
 

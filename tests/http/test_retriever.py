@@ -17,10 +17,12 @@ from serving.async_engine import AsyncEngine
 from serving.auto_mix import AutoMix, parse_auto_mix
 from serving.errors import EngineError, InvalidRequestError, OverloadedError, UnknownModelError
 from serving.mixes import ModelRegistry, check_names, parse_adapter_mix
+from serving.prompts import PromptEncoder
 from serving.queue_bound import QueueBound
 from serving.retrieval import Retriever
-from serving.server import ServerConfig
-from tests.http.conftest import make_entry, serving
+from serving.server import ServerConfig, create_app
+from serving.service import OpenAIService
+from tests.http.conftest import MAX_MODEL_LEN, VOCAB, make_entry, running, serving
 from tests.http.fake_engine import FakeEngine
 
 HIDDEN = 300
@@ -297,6 +299,38 @@ def test_a_server_without_an_index_refuses_auto_and_says_what_to_add(client: htt
         assert "no adapter of this server has example prompts; put a file examples.jsonl" in message
         assert "--retrieval-examples" in message
     assert "auto" not in [card["id"] for card in client.get("/v1/models").json()["data"]]
+
+
+def test_nothing_comes_between_the_choice_of_adapters_and_the_engines_inbox(
+    engine: FakeEngine, registry: ModelRegistry, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unload of a chosen adapter that came between would be a 404 for a client who named none."""
+    order: list[str] = []
+    make, begin = OpenAIService.completion_job, AsyncEngine.begin
+
+    async def made(service: OpenAIService, fields: Any) -> Any:
+        job = await make(service, fields)
+        asyncio.get_running_loop().call_soon(order.append, "another task")
+        return job
+
+    def begun(async_engine: AsyncEngine, requests: Any) -> Any:
+        order.append("begin")
+        return begin(async_engine, requests)
+
+    monkeypatch.setattr(OpenAIService, "completion_job", made)
+    monkeypatch.setattr(AsyncEngine, "begin", begun)
+    config = ServerConfig(port=0, drain_s=0.2)
+    async_engine = AsyncEngine(engine, QueueBound(100))
+    index: Any = FakeIndex(tokenizer)
+    encoder = PromptEncoder(tokenizer, vocab=VOCAB, max_model_len=MAX_MODEL_LEN)
+    for name in EXAMPLES.keys() - registry.adapters.keys():
+        registry.put_adapter(make_entry(name))
+    retriever = Retriever(index, async_engine)
+    app = create_app(async_engine, registry, encoder, lambda: (b"", "text/plain"), config, retriever=retriever)
+    with running(app, async_engine, config) as url:
+        body = {"model": "auto:1", "prompt": "aaa", "max_tokens": 1}
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+    assert order[0] == "begin"
 
 
 def test_examples_of_an_adapter_are_not_read_by_a_server_without_an_index(
