@@ -24,7 +24,7 @@ from dymerge_jax.model import model_from_params
 from dymerge_jax.train.adapter import adapter_loss, adapter_weights, new_factors, place_mates
 from dymerge_jax.train.batches import BatchPlan
 from dymerge_jax.train.curve import draw_curve
-from dymerge_jax.train.data import Sample, read_samples
+from dymerge_jax.train.data import Sample, is_mate_weight, read_samples
 from dymerge_jax.train.forward import FrozenModel, differentiable_implementations, freeze_model
 from dymerge_jax.train.gate import gate_loss, gated_set, new_gates, place_in_slots
 from dymerge_jax.train.loop import Loss, TrainConfig, train
@@ -111,7 +111,7 @@ def named_adapters(specs: Sequence[str], *, with_weight: bool) -> tuple[NamedAda
       with_weight: ":WEIGHT" may stand behind each.
 
     Raises:
-      CheckpointError: If a folder does not exist or holds no adapter, or a weight is no finite number.
+      CheckpointError: If a folder does not exist or holds no adapter, or a weight is no finite number of float32.
     """
     found = []
     for spec in specs:
@@ -128,8 +128,10 @@ def _weight(spec: str, text: str) -> float:
         weight = float(text)
     except ValueError:
         weight = math.nan
-    if not math.isfinite(weight):
-        raise CheckpointError(f"mate {spec!r} has weight {text!r}; expected NAME=FOLDER:WEIGHT with a finite number")
+    if not is_mate_weight(weight):
+        raise CheckpointError(
+            f"mate {spec!r} has weight {text!r}; expected NAME=FOLDER:WEIGHT with a finite number of float32"
+        )
     return weight
 
 

@@ -132,6 +132,7 @@ def test_a_gate_is_trained_over_adapters_and_served_as_a_model(folder: Path, fla
         ("adapter", ["--max-len", "9999"], "max_len is 9999; the model's context is 512 tokens"),
         ("adapter", ["--mates", "m=nowhere:1"], "nowhere does not exist"),
         ("adapter", ["--mates", "m={root}/a:x"], "has weight 'x'; expected NAME=FOLDER:WEIGHT with a finite number"),
+        ("adapter", ["--mates", "m={root}/a:1e300"], "has weight '1e300'; expected NAME=FOLDER:WEIGHT with a finite"),
         ("adapter", ["--mates", "m={root}/a", "m={root}/b"], "mates named twice: m"),
         ("adapter", ["--data", "nowhere"], "data file 'nowhere' does not exist"),
         ("adapter", ["--out", "{root}/a"], "exists; give --out a folder that does not exist yet"),
