@@ -22,10 +22,10 @@ from checkpoints.errors import MissingFileError, refuse_if
 from checkpoints.files import dtype_problems, open_safetensors, read_json, tensor_problems
 from checkpoints.peft_adapter import CONFIG_FILE
 from checkpoints.writing import write_json
-from checkpoints.xlora_set import XLORA_KIND, read_xlora_set, xlora_field_problems
+from checkpoints.xlora_set import XLORA_KIND, read_xlora_set, uncovered_problems, xlora_field_problems
 from dymerge_jax.config import PROJECTIONS, LlamaConfig
 from dymerge_jax.gating import GatedSetWeights
-from dymerge_jax.xlora import GatedSet
+from dymerge_jax.xlora import GatedSet, XLoraSetWeights
 
 SET_FILE = "gated_set.json"
 GATE_FILE = "gate.safetensors"
@@ -130,7 +130,8 @@ def load_gated_sets(
       were not among them: such an adapter has its folder's name, or "set/folder" if that is taken.
 
     Raises:
-      MissingFileError, CheckpointError: See `load_gated_set`.
+      MissingFileError, CheckpointError: See `load_gated_set`; or if an expert, given by folder or by name, adapts a
+        linear layer that its X-LoRA set has no weights for.
       ValueError: If an expert is in a set twice.
     """
     adapters = list(adapters)
@@ -138,7 +139,17 @@ def load_gated_sets(
     for gated_set in (load_gated_set(folder, config) for folder in folders):
         experts = tuple(_expert_name(expert, gated_set.name, adapters) for expert in gated_set.experts)
         sets.append(dataclasses.replace(gated_set, experts=experts))
+    for folder, gated_set in zip(folders, sets, strict=True):  # now: an expert may have come with a later set
+        _refuse_uncovered(folder, gated_set, adapters)
     return sets, adapters
+
+
+def _refuse_uncovered(path: str | Path, gated_set: GatedSet, adapters: Iterable[tuple[str, Path]]) -> None:
+    """Checks the experts that there are; whoever takes the set in refuses one that there is not."""
+    if not isinstance(gated_set, XLoraSetWeights) or gated_set.sites is None:
+        return
+    folders = {name: folder for name, folder in adapters if name in gated_set.experts}
+    refuse_if(uncovered_problems(folders, gated_set.sites), f"gated set {str(path)!r}")
 
 
 def _expert_name(expert: str, set_name: str, adapters: list[tuple[str, Path]]) -> str:

@@ -117,7 +117,8 @@ def read_xlora_set(
     listed = ", ".join(map(site_name, outside))
     problems = [f"sites outside the model, which has {config.num_layers} layers: {listed}"] if outside else []
     if sites is not None:
-        problems += _uncovered_problems(experts, sites)
+        places = {expert: Path(expert.rpartition("=")[2]) for expert in experts}
+        problems += uncovered_problems({name: place for name, place in places.items() if place.is_absolute()}, sites)
     with open_safetensors(weights) as reader:
         keys = [
             (f"classifier.{i}.weight", f"classifier.{i}.bias") for i in range(max(1, (len(reader.header) + 1) // 2))
@@ -131,14 +132,21 @@ def read_xlora_set(
         layers[-1] = _spread(*layers[-1], sites, config.num_layers)
     given = {field: content[field] for field in _RULE_FIELDS if field in content}
     rule = XLoraRule(is_layerwise=sites is not None, **given)
-    return XLoraSetWeights(name=name, experts=experts, layers=tuple(layers), rule=rule)
+    listed_sites = None if sites is None else tuple(sites)
+    return XLoraSetWeights(name=name, experts=experts, layers=tuple(layers), rule=rule, sites=listed_sites)
 
 
-def _uncovered_problems(experts: Sequence[str], sites: Sequence[Site]) -> list[str]:
-    """Names what experts, as far as they are folders, adapt beside the sites: no output says their weights there."""
-    places = {expert: Path(expert.rpartition("=")[2]) for expert in experts}
-    adapted = adapted_sites({name: folder for name, folder in places.items() if folder.is_absolute()})
-    if uncovered := [site for site in adapted if site not in sites]:
+def uncovered_problems(folders: Mapping[str, Path], sites: Sequence[Site]) -> list[str]:
+    """Names what experts adapt beside the sites: no output says their weights there.
+
+    Args:
+      folders: of the experts, by name.
+      sites: of the set.
+
+    Raises:
+      MissingFileError, CheckpointError: See `adapted_sites`.
+    """
+    if uncovered := [site for site in adapted_sites(folders) if site not in sites]:
         return [
             f"linear layers that experts adapt and sites leaves out: {', '.join(map(site_name, uncovered))}; use the "
             "experts that the classifier was trained with"

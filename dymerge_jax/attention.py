@@ -40,7 +40,7 @@ class AttentionContext:
 
 @pytree_dataclass
 class WholeSequences:
-    """A flat batch of whole sequences of one padded length, which attend without a cache: for training.
+    """A flat batch of whole sequences of one padded length, which attend without a cache: for training and embeddings.
 
     Padding lies on the right, where no token sees it.
 

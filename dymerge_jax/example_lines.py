@@ -1,4 +1,7 @@
-"""Examples as JSON lines: the reading that training, search and retrieval share, and what an example asks for."""
+"""Examples as JSON lines: how search and retrieval read them, and what an example asks for.
+
+Training reads its data itself, line by line (`train.data`), and shares `json_object` alone.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

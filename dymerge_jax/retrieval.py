@@ -94,9 +94,17 @@ class Scorer:
 
         Args:
           vectors: by adapter, for each of its examples the vectors of its pieces; at least one piece an adapter.
+
+        Raises:
+          ValueError: If one is not finite, which would make every score of every adapter NaN.
         """
         names = tuple(vectors)
         stacked = [np.concatenate(list(vectors[name])).astype(np.float32) for name in names]
+        if broken := [name for name, v in zip(names, stacked, strict=True) if not np.isfinite(v).all()]:
+            raise ValueError(
+                f"the examples of {', '.join(map(repr, broken))} have NaN or infinite vectors; expected finite ones: "
+                "look for damage in the base model's weights, or give other examples"
+            )
         mean = np.mean([v.mean(0) for v in stacked], axis=0)
         x = np.concatenate(stacked) - mean
         owners = np.repeat(np.arange(len(names)), [len(v) for v in stacked])
@@ -167,7 +175,7 @@ class RetrievalIndex:
           examples: prompts by adapter, a dozen each, of the phrasings to expect; the first `MAX_EXAMPLES` are used.
 
         Raises:
-          ValueError: If there is no adapter, or one has no prompt that is more than blanks.
+          ValueError: If there is no adapter, or one has no prompt that is more than blanks, or no finite vectors.
         """
         if not examples:
             raise ValueError("there are no examples; give {adapter: [prompt, ...]} with at least one adapter")

@@ -64,6 +64,7 @@ def serve(options: argparse.Namespace) -> NoReturn:
     Raises:
       ValueError, OSError: If something given is wrong or missing; the message says what and what to do.
     """
+    _refuse_contradictions(options)
     config = engine_config(options)
     server_config = make_server_config(options)
     with _listen(server_config) as bound:
@@ -251,6 +252,14 @@ def _quit(signal_number: int, frame: FrameType | None) -> NoReturn:
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
+
+
+def _refuse_contradictions(options: argparse.Namespace) -> None:
+    if options.retrieval is False and options.retrieval_examples is not None:
+        raise ValueError(
+            f"--retrieval-examples {options.retrieval_examples} is given with --no-retrieval, which finds adapters by "
+            "no examples; leave out one of the two"
+        )
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:

@@ -60,12 +60,15 @@ class XLoraSetWeights:
         a ReLU between any two. The last gives num_experts logits, or with `rule.is_layerwise` num_experts for each of
         the `PROJECTIONS` of each layer, those that no expert adapts included.
       rule: what becomes of the logits.
+      sites: (layer, projection) that the classifier was trained for, where it has weights for each; None is all. An
+        expert that adapts another one is not to be served by it.
     """
 
     name: str
     experts: tuple[str, ...]
     layers: tuple[tuple[np.ndarray, np.ndarray], ...]
     rule: XLoraRule
+    sites: tuple[tuple[int, str], ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.experts:

@@ -24,7 +24,7 @@ from dymerge_jax.model import model_from_params
 from dymerge_jax.train.adapter import adapter_loss, adapter_weights, new_factors, place_mates
 from dymerge_jax.train.batches import BatchPlan
 from dymerge_jax.train.curve import draw_curve
-from dymerge_jax.train.data import Sample, read_samples
+from dymerge_jax.train.data import Sample, is_mate_weight, read_samples
 from dymerge_jax.train.forward import FrozenModel, differentiable_implementations, freeze_model
 from dymerge_jax.train.gate import gate_loss, gated_set, new_gates, place_in_slots
 from dymerge_jax.train.loop import Loss, TrainConfig, train
@@ -111,7 +111,7 @@ def named_adapters(specs: Sequence[str], *, with_weight: bool) -> tuple[NamedAda
       with_weight: ":WEIGHT" may stand behind each.
 
     Raises:
-      CheckpointError: If a folder does not exist or holds no adapter, or a weight is no finite number.
+      CheckpointError: If a folder does not exist or holds no adapter, or a weight is no finite number of float32.
     """
     found = []
     for spec in specs:
@@ -128,8 +128,10 @@ def _weight(spec: str, text: str) -> float:
         weight = float(text)
     except ValueError:
         weight = math.nan
-    if not math.isfinite(weight):
-        raise CheckpointError(f"mate {spec!r} has weight {text!r}; expected NAME=FOLDER:WEIGHT with a finite number")
+    if not is_mate_weight(weight):
+        raise CheckpointError(
+            f"mate {spec!r} has weight {text!r}; expected NAME=FOLDER:WEIGHT with a finite number of float32"
+        )
     return weight
 
 
@@ -186,6 +188,12 @@ class GateJob:
         if len(self.experts) < 2:
             raise ValueError(f"got {len(self.experts)} adapters; a gate chooses among at least 2")
         _refuse_twice("adapter", self.experts)
+        _refuse_same_folder(self.experts)
+        if is_reserved_name(self.set_name):
+            raise ValueError(
+                f"the set's name is {self.set_name!r}, which no model can have, as requests ask by 'auto' for adapters "
+                "that fit the prompt; choose another with --name"
+            )
         if self.top_k is not None and not 1 <= self.top_k <= len(self.experts):
             raise ValueError(f"top_k is {self.top_k}; expected 1 to {len(self.experts)} adapters")
         if self.top_k == 1 and self.renormalize:
@@ -194,12 +202,15 @@ class GateJob:
                 "--renormalize, or keep 2 experts"
             )
 
+    @property
+    def set_name(self) -> str:
+        return self.name or self.job.out.resolve().name
+
     def described(self) -> GatedSetWeights:
         """The set without its gates; its experts by name."""
         renormalize = (self.top_k or 0) >= 2 if self.renormalize is None else self.renormalize
         names = tuple(expert.name for expert in self.experts)
-        name = self.name or self.job.out.resolve().name
-        return GatedSetWeights(name, names, self.granularity, self.top_k, renormalize, {})
+        return GatedSetWeights(self.set_name, names, self.granularity, self.top_k, renormalize, {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,3 +405,17 @@ def _refuse_twice(what: str, adapters: Sequence[NamedAdapter]) -> None:
     names = [adapter.name for adapter in adapters]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{what}s named twice: {', '.join(twice)}; give each its own name with NAME=FOLDER")
+
+
+def _refuse_same_folder(experts: Sequence[NamedAdapter]) -> None:
+    """The set refers to its experts by folder, where two of one folder are one expert twice."""
+    names: dict[Path, list[str]] = {}
+    for expert in experts:
+        names.setdefault(expert.folder.resolve(), []).append(expert.name)
+    if same := [f"{', '.join(found)} ({folder})" for folder, found in names.items() if len(found) > 1]:
+        raise ValueError(f"adapters of one folder: {'; '.join(same)}; give each folder once")
+
+
+def is_reserved_name(name: str) -> bool:
+    """True for a name that the server refuses, as requests ask by it for adapters that fit their prompt."""
+    return name == "auto" or name.startswith("auto:")

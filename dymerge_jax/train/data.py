@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ _EXPECTED = (
 )
 _FIELDS = ("messages", "prompt", "completion", "mates")
 _MAX_SHOWN = 20
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,9 +217,14 @@ def _mates(content: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]
     if not isinstance(mates, dict) or not mates.keys() <= set(names):
         raise _LineError(f"mates is {mates!r}; expected an object from names to weights (the mates are: {known})")
     for name, weight in mates.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise _LineError(f"the weight of mate {name!r} is {weight!r}; a finite number was expected")
+        if not is_mate_weight(weight):
+            raise _LineError(f"the weight of mate {name!r} is {weight!r}; a finite number of float32 was expected")
     return {name: float(weight) for name, weight in mates.items()}
+
+
+def is_mate_weight(value: object) -> bool:
+    """True for a number that is finite as a float32; an integer may be too large for any float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_FLOAT32
 
 
 def _short_enough(path: Path, samples: list[Sample], max_len: int) -> list[Sample]:

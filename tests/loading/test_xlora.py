@@ -135,6 +135,20 @@ def test_experts_that_adapt_what_the_classifier_does_not_know_are_refused(
         load_gated_set(tmp_path / "moe", TINY)
 
 
+def test_experts_given_by_name_must_adapt_what_the_classifier_knows_too(
+    write: Callable[..., Path], tmp_path: Path
+) -> None:
+    import_gated(write(classifier([64, 12]), layerwise_scalings=True), tmp_path / "moe")
+    content = json.loads((tmp_path / "moe" / "gated_set.json").read_text())
+    write_json(tmp_path / "moe" / "gated_set.json", content | {"experts": ["legal", "french"]})
+    adapters = [(name, tmp_path / "adapters" / name) for name in MODULES]
+    sets, found = load_gated_sets([tmp_path / "moe"], TINY, adapters)
+    assert (sets[0].experts, found) == (("legal", "french"), adapters)
+    write_adapter(tmp_path / "adapters" / "french", TINY, rank=2, alpha=4, seed=9, modules=("v_proj", "up_proj"))
+    with pytest.raises(CheckpointError, match=r"sites leaves out: layers\.0\.up_proj, layers\.1\.up_proj; use the"):
+        load_gated_sets([tmp_path / "moe"], TINY, adapters)
+
+
 def test_experts_of_numbers_are_in_their_order_and_may_be_elsewhere(write: Callable[..., Path], tmp_path: Path) -> None:
     """PEFT sorts the names as text when it saves them: "10" stands before "2"."""
     names = [str(i) for i in (0, 1, 10, *range(2, 10))]

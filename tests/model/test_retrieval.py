@@ -150,6 +150,14 @@ def test_scores_are_a_ridge_regression_of_the_owner_whichever_system_is_solved(r
         assert np.mean(own) == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_examples_whose_vectors_are_not_finite_are_refused_by_adapter(rng: np.random.Generator, value: float) -> None:
+    examples = random_examples(rng, 3)
+    examples["a1"][-1][0, 5] = value
+    with pytest.raises(ValueError, match="the examples of 'a1' have NaN or infinite vectors; expected finite ones"):
+        Scorer.fit(examples)
+
+
 def test_the_best_k_come_in_order_and_equal_ones_in_that_of_their_adding(rng: np.random.Generator) -> None:
     weights = np.asarray([[1, 2, 2, 0, 2]], np.float32)
     scorer = Scorer(("a", "b", "c", "d", "e"), np.zeros(1, np.float32), weights)

@@ -18,8 +18,9 @@ import dymerge_jax as dm
 from checkpoints.peft_adapter import load_adapter
 from dymerge_jax.config import named_config
 from dymerge_jax.train.__main__ import main, make_parser
-from dymerge_jax.train.commands import CURVE
+from dymerge_jax.train.commands import CURVE, is_reserved_name
 from dymerge_jax.train.work_folder import StepRecord, read_losses, work_path
+from serving.auto_mix import is_auto_name
 from tests.support.tiny_checkpoints import write_adapter, write_tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -132,10 +133,14 @@ def test_a_gate_is_trained_over_adapters_and_served_as_a_model(folder: Path, fla
         ("adapter", ["--max-len", "9999"], "max_len is 9999; the model's context is 512 tokens"),
         ("adapter", ["--mates", "m=nowhere:1"], "nowhere does not exist"),
         ("adapter", ["--mates", "m={root}/a:x"], "has weight 'x'; expected NAME=FOLDER:WEIGHT with a finite number"),
+        ("adapter", ["--mates", "m={root}/a:1e300"], "has weight '1e300'; expected NAME=FOLDER:WEIGHT with a finite"),
         ("adapter", ["--mates", "m={root}/a", "m={root}/b"], "mates named twice: m"),
         ("adapter", ["--data", "nowhere"], "data file 'nowhere' does not exist"),
         ("adapter", ["--out", "{root}/a"], "exists; give --out a folder that does not exist yet"),
         ("gate", ["--adapters", "{root}/a"], "got 1 adapters; a gate chooses among at least 2"),
+        ("gate", ["--adapters", "x={root}/a", "y={root}/b/../a", "{root}/b"], "adapters of one folder: x, y ("),
+        ("gate", ["--adapters", "{root}/a", "{root}/b", "--name", "auto:2"], "the set's name is 'auto:2', which no"),
+        ("gate", ["--adapters", "{root}/a", "{root}/b", "--out", "{root}/auto"], "the set's name is 'auto', which no"),
         ("gate", ["--adapters", "{root}/a", "{root}/b", "--top-k", "3"], "top_k is 3; expected 1 to 2 adapters"),
         (
             "gate",
@@ -156,6 +161,11 @@ def test_wrong_arguments_are_told_and_leave_nothing(
     assert train(command, folder, "refused", *(flag.format(root=folder) for flag in flags)) == 1
     assert message in capsys.readouterr().err
     assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["auto", "auto:", "auto:2:softmax", "auto:x", "automatic", "Auto", "an-auto", ""])
+def test_names_that_the_server_keeps_for_itself_are_known_to_training(name: str) -> None:
+    assert is_reserved_name(name) == is_auto_name(name)
 
 
 def test_the_commands_of_readme_are_commands() -> None:

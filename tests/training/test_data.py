@@ -89,6 +89,9 @@ def test_wrong_lines_are_all_named_with_what_was_expected(tmp_path: Path, tokeni
         {"messages": [{"role": "user"}]},
         {"prompt": "x", "completion": "y", "mates": {"unknown": 1}},
         {"prompt": "x", "completion": "y", "mates": {"m": float("nan")}},
+        {"prompt": "x", "completion": "y", "mates": {"m": 10**400}},
+        {"prompt": "x", "completion": "y", "mates": {"m": -1e300}},
+        {"prompt": "x", "completion": "y", "mates": {"m": True}},
     )
     with pytest.raises(CheckpointError) as caught:
         read(path, tokenizer, mates=["m"])
@@ -104,6 +107,9 @@ def test_wrong_lines_are_all_named_with_what_was_expected(tmp_path: Path, tokeni
         (9, "message 0 is"),
         (10, "(the mates are: m)"),
         (11, "the weight of mate 'm' is nan"),
+        (12, "the weight of mate 'm' is 1000"),
+        (13, "the weight of mate 'm' is -1e+300; a finite number of float32 was expected"),
+        (14, "the weight of mate 'm' is True"),
     ):
         assert f"\n- line {line}: " in text
         assert reason in next(x for x in text.splitlines() if x.startswith(f"- line {line}:"))
