@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-import math
+import sys
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -236,4 +236,4 @@ def _is_int(value: object) -> TypeGuard[int]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import sys
 from typing import Any
 
 _UNSUPPORTED = {
@@ -175,4 +176,4 @@ def _is_rank(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

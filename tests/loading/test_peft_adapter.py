@@ -350,6 +350,7 @@ def test_c4_lora_on_embedding_or_head_is_refused(write: WriteAdapter) -> None:
         ("init_lora_weights", "corda"), ("init_lora_weights", "loftq"), ("init_lora_weights", "lora_ga"),
         ("init_lora_weights", "brand_new"),
         ("r", None), ("r", 0), ("r", "8"), ("r", True), ("lora_alpha", None), ("lora_alpha", float("nan")),
+        ("lora_alpha", 10**400),
         ("lora_alpha", "16"), ("use_rslora", "yes"), ("rank_pattern", [8]), ("rank_pattern", {"q_proj": 0}),
         ("alpha_pattern", {"q_proj": "x"}), ("alpha_pattern", {"q_proj(": 3}), ("layers_to_transform", "0"),
     ],
