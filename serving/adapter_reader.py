@@ -148,7 +148,7 @@ def error_fields(error: Exception) -> dict[str, Any]:
     if isinstance(error, CheckpointError):
         kind = "missing" if isinstance(error, MissingFileError) else "refused"
         return {"kind": kind, "arguments": [str(error)]}
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:  # without, it has its text only
         return {"kind": "os", "arguments": [error.errno, error.strerror, error.filename and str(error.filename)]}
     return {"kind": "other", "arguments": [f"{type(error).__name__}: {error}"]}
 

@@ -169,6 +169,7 @@ def test_an_error_of_the_system_keeps_its_kind_and_its_text() -> None:
         again = error_of(error_fields(error))
         assert (type(again), str(again)) == (type(error), str(error))
     assert str(error_of(error_fields(MemoryError("no room")))) == "MemoryError: no room"
+    assert str(error_of(error_fields(OSError("cannot map the file")))) == "OSError: cannot map the file"
 
 
 def test_what_a_process_logs_is_logged_here(store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
