@@ -133,7 +133,7 @@ def _answer(request: dict[str, Any], settings: CutSettings, memory: SlotMemory) 
 def _read(folder: Path, settings: CutSettings, content_hash: str | None) -> AdapterWeights:
     if content_hash is None:
         return load_adapter(folder, settings.config, max_rank=settings.max_rank)
-    return load_again(folder, settings.config, content_hash)
+    return load_again(folder, settings.config, content_hash, max_rank=settings.max_rank)
 
 
 def _cut(weights: AdapterWeights, settings: CutSettings, slots: Slots) -> None:

@@ -1,6 +1,7 @@
 """Adapters read by processes: what comes is what a thread would read, whatever happens to the process."""
 
 import gc
+import json
 import logging
 import os
 import signal
@@ -14,8 +15,9 @@ import jax
 import numpy as np
 import pytest
 
+from checkpoints import peft_adapter
 from checkpoints.errors import CheckpointError
-from checkpoints.peft_adapter import load_adapter
+from checkpoints.peft_adapter import CONFIG_FILE, WEIGHTS_FILE, load_adapter
 from dymerge_jax.config import named_config
 from dymerge_jax.lora import content_bytes, slot_contents
 from serving import reader_processes
@@ -130,6 +132,23 @@ def error_in(read: Callable[[], object]) -> tuple[type[BaseException], str]:
     return raised.type, str(raised.value)
 
 
+def write_larger_than_memory(folder: Path) -> None:
+    """A whole adapter of 4 TB, of which the disk has but the header: only its rank is too large."""
+    rank = 1 << 33
+    num_bytes = 4 * rank * CONFIG.hidden
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    shapes = {"A": [rank, CONFIG.hidden], "B": [CONFIG.hidden, rank]}
+    entries = {
+        key.format(side): {"dtype": "F32", "shape": shape, "data_offsets": [i * num_bytes, (i + 1) * num_bytes]}
+        for i, (side, shape) in enumerate(shapes.items())
+    }
+    header = json.dumps(entries).encode()
+    (folder / WEIGHTS_FILE).write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(folder / WEIGHTS_FILE, 8 + len(header) + 2 * num_bytes)
+    fields = json.loads((folder / CONFIG_FILE).read_text())
+    (folder / CONFIG_FILE).write_text(json.dumps(fields | {"r": rank}))
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "no folder": lambda folder: folder.rename(folder.with_name("moved")),
     "no weights": lambda folder: (folder / "adapter_model.safetensors").unlink(),
@@ -138,6 +157,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "other weights": lambda folder: write(folder, seed=5),
     "too large": lambda folder: write(folder, rank=MAX_RANK + 1),
     "not finite": lambda folder: write(folder, extra_tensors=NAN_TENSOR),
+    "larger than memory": write_larger_than_memory,
     "too large for the host": lambda folder: write(folder, rank=16),
 }
 NAN_TENSOR = {
@@ -170,6 +190,22 @@ def test_an_error_of_the_system_keeps_its_kind_and_its_text() -> None:
         assert (type(again), str(again)) == (type(error), str(error))
     assert str(error_of(error_fields(MemoryError("no room")))) == "MemoryError: no room"
     assert str(error_of(error_fields(OSError("cannot map the file")))) == "OSError: cannot map the file"
+
+
+def test_weights_that_change_between_their_check_and_their_read_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = write(tmp_path / "a"), write(tmp_path / "b", layers=[1])
+    check = peft_adapter._checked_projections
+
+    def check_then_change(*args):
+        sites = check(*args)
+        (folder / WEIGHTS_FILE).write_bytes((other / WEIGHTS_FILE).read_bytes())
+        return sites
+
+    monkeypatch.setattr(peft_adapter, "_checked_projections", check_then_change)
+    with pytest.raises(CheckpointError, match="has changed while it was read; try again"):
+        load_adapter(folder, CONFIG)
 
 
 def test_what_a_process_logs_is_logged_here(store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -348,7 +384,7 @@ def test_reads_go_on_in_threads_while_no_process_has_started_and_after_close(tmp
     assert_equal_bits(store.read("a", folder).contents, expected)
 
 
-def test_closing_does_not_wait_for_a_read_which_a_thread_ends(tmp_path: Path) -> None:
+def test_closing_does_not_wait_for_a_read_which_a_thread_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = make_store(count=1)
     (pid,) = readers_of(store).pids
     folder = write(tmp_path / "a")
