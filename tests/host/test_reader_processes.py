@@ -1,5 +1,6 @@
 """Adapters read by processes: what comes is what a thread would read, whatever happens to the process."""
 
+import contextlib
 import gc
 import json
 import logging
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -398,6 +400,100 @@ def test_closing_does_not_wait_for_a_read_which_a_thread_ends(tmp_path: Path, ca
     thread.join()
     assert_equal_bits(contents[0], expected_contents(folder, "float32"))
     assert not readers_of(store).num_started
+    assert not caplog.records
+
+
+def read_adapter(readers: ReaderProcesses, folder: Path) -> object:
+    """What a read returns or raises."""
+    try:
+        return readers.read(folder, None, 100, lambda summary, _: summary.rank)
+    except EngineError as error:
+        return error
+
+
+@contextlib.contextmanager
+def started_readers(count: int, read_limit_s: float) -> Iterator[ReaderProcesses]:
+    settings = CutSettings(CONFIG, SLOT_RANK, "float32", MAX_RANK)
+    readers = ReaderProcesses(settings, count, read_limit_s=read_limit_s)
+    wait_until(lambda: readers.num_started == count)
+    yield readers
+    readers.close()
+
+
+def test_a_read_that_takes_too_long_costs_its_process_and_is_not_tried_again(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    with started_readers(2, read_limit_s=0.2) as readers:
+        stopped = readers.pids
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        error = read_adapter(readers, folder)
+        assert isinstance(error, EngineError)
+        assert str(error).startswith(f"adapter folder {str(folder)!r} was not read within 0.2 s; does its disk answer?")
+        assert sum(map(is_running, stopped)) == 1
+        assert len(set(readers.pids) - set(stopped)) == 1
+
+
+def make_stuck(readers: ReaderProcesses, monkeypatch: pytest.MonkeyPatch) -> subprocess.Popen[bytes]:
+    """Stops the one process as a dead disk does: it does not answer, and is not gone when it is killed."""
+    monkeypatch.setattr(reader_processes, "_END_LIMIT_S", 0.1)
+    (process,) = readers._all
+    monkeypatch.setattr(process._popen, "kill", lambda: None)
+    os.kill(process.pid, signal.SIGSTOP)
+    return process._popen
+
+
+def remove_stuck(popen: subprocess.Popen[bytes]) -> None:
+    os.kill(popen.pid, signal.SIGKILL)
+    popen.wait()
+    assert popen.stdout is not None
+    popen.stdout.close()
+
+
+def test_closing_does_not_wait_for_a_process_that_does_not_go_nor_does_its_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "a")
+    results: list[object] = []
+    with started_readers(1, read_limit_s=PATIENCE_S) as readers:
+        popen = make_stuck(readers, monkeypatch)
+        thread = threading.Thread(target=lambda: results.append(read_adapter(readers, folder)), daemon=True)
+        thread.start()
+        wait_until(lambda: readers._busy)
+        start_s = time.monotonic()
+        readers.close()
+        thread.join(PATIENCE_S / 2)
+        assert time.monotonic() - start_s < PATIENCE_S / 2
+    (error,) = results
+    assert isinstance(error, EngineError)
+    assert str(error) == f"the server was closed while it read adapter folder {str(folder)!r}"
+    remove_stuck(popen)
+
+
+def test_a_process_that_does_not_go_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "a")
+    with started_readers(1, read_limit_s=0.2) as readers:
+        popen = make_stuck(readers, monkeypatch)
+        assert "was not read within 0.2 s" in str(read_adapter(readers, folder))
+        assert is_running(popen.pid)
+        assert popen.pid not in readers.pids
+        wait_until(lambda: readers.num_started == 1)
+    remove_stuck(popen)
+
+
+def test_a_process_that_starts_while_all_others_read_is_used_at_once(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", rank=6)
+    with started_readers(1, read_limit_s=PATIENCE_S) as readers:
+        os.kill(readers.pids[0], signal.SIGSTOP)
+        stuck_read = threading.Thread(target=lambda: read_adapter(readers, folder))
+        stuck_read.start()
+        wait_until(lambda: readers._busy)
+        with readers._changed:
+            readers._start()
+        start_s = time.monotonic()
+        assert read_adapter(readers, folder) == 6
+        assert time.monotonic() - start_s < PATIENCE_S / 2
+        readers.close()
+        stuck_read.join()
 
 
 def test_a_store_that_nobody_closes_takes_its_processes_with_it() -> None:
