@@ -12,7 +12,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +28,7 @@ from checkpoints.files import (
 )
 from checkpoints.lora_config import read_lora_config
 from checkpoints.peft_header import BaseShapes, ProjectionSource, Site, resolve_projections, sorted_keys
-from checkpoints.safetensors_bytes import SafetensorsContent, read_header
+from checkpoints.safetensors_bytes import SafetensorsContent, header_of, read_header
 from dymerge_jax.adapter_weights import AdapterWeights, ProjectionWeights
 from dymerge_jax.config import PROJECTIONS, LlamaConfig
 
@@ -105,57 +105,73 @@ def load_adapter(path: str | Path, config: LlamaConfig, *, max_rank: int | None 
         weights; lists every reason.
     """
     path = Path(path)
-    config_bytes, weights_bytes = _read_files(path)
-    weights, sites = _parse(path, config, config_bytes, weights_bytes, max_rank)
-    _refuse_non_finite(path, sites, weights.projections)
+    files = _read_files(path, config, max_rank)
+    weights = _weights(files, _content_hash(files.config, files.weights))
+    _refuse_non_finite(path, files.sites, weights.projections)
     if any((path / file).is_file() for file in ("tokenizer.json", "tokenizer.model")):
         _log.info("adapter %s brings a tokenizer; the base model's is used instead", path)
     return weights
 
 
-def load_again(path: str | Path, config: LlamaConfig, content_hash: str) -> AdapterWeights:
+def load_again(
+    path: str | Path, config: LlamaConfig, content_hash: str, *, max_rank: int | None = None
+) -> AdapterWeights:
     """Reads an adapter that `load_adapter` has read before, whose tensors need no second look.
 
     Args:
       path: the adapter's folder.
       config: the base model.
       content_hash: of the adapter as it was.
+      max_rank: as for `load_adapter`; files of a higher rank are others, and are not read.
 
     Raises:
       MissingFileError: If the folder or one of its two files is missing.
       CheckpointError: If the files are others now.
     """
     path = Path(path)
-    config_bytes, weights_bytes = _read_files(path)
-    if _content_hash(config_bytes, weights_bytes) != content_hash:
-        raise CheckpointError(
-            f"{path} has changed on disk since it was loaded; load it anew under its name to use what is there now"
-        )
-    return _parse(path, config, config_bytes, weights_bytes, None, content_hash)[0]
+    message = f"{path} has changed on disk since it was loaded; load it anew under its name to use what is there now"
+    try:
+        files = _read_files(path, config, max_rank)
+    except MissingFileError:
+        raise
+    except CheckpointError as error:  # it was not refused then
+        raise CheckpointError(message) from error
+    if _content_hash(files.config, files.weights) != content_hash:
+        raise CheckpointError(message)
+    return _weights(files, content_hash)
 
 
-def _read_files(path: Path) -> tuple[bytes, bytes]:
-    """The bytes of an adapter's config and of its weights."""
+class _Files(NamedTuple):
+    """An adapter's files, of which all was checked but the values of the tensors."""
+
+    config: bytes
+    weights: bytes
+    tensors: SafetensorsContent  # in `weights`
+    sites: dict[Site, ProjectionSource]
+
+
+def _read_files(path: Path, config: LlamaConfig, max_rank: int | None) -> _Files:
+    """Reads an adapter's files; the weights only once their header was checked: a file of any size may be there."""
     file = weights_file(path)
-    return _read_config(path), file.read_bytes()
+    config_bytes = _read_config(path)
+    with file.open("rb", buffering=0) as raw:  # with a buffer, the part of the weights in it would cost a copy of all
+        header = header_of(file, cast(BinaryIO, raw))
+        sites = _checked_projections(path, BaseShapes.of_model(config), config_bytes, header, max_rank)
+        raw.seek(0)
+        weights_bytes = raw.readall()
+    tensors = SafetensorsContent(file, weights_bytes)
+    if tensors.header != header:
+        raise CheckpointError(f"{file} has changed while it was read; try again when nothing writes it any more")
+    return _Files(config_bytes, weights_bytes, tensors, sites)
 
 
-def _parse(
-    path: Path,
-    config: LlamaConfig,
-    config_bytes: bytes,
-    weights_bytes: bytes,
-    max_rank: int | None,
-    content_hash: str | None = None,
-) -> tuple[AdapterWeights, dict[Site, ProjectionSource]]:
-    """The adapter in the bytes of its files, and which tensors it is made of; they may hold NaN."""
-    tensors = SafetensorsContent(path / WEIGHTS_FILE, weights_bytes)
-    sites = _checked_projections(path, BaseShapes.of_model(config), config_bytes, tensors.header, max_rank)
+def _weights(files: _Files, content_hash: str) -> AdapterWeights:
+    """The adapter in the bytes of its files; it may hold NaN."""
     projections = {
-        site: ProjectionWeights(a=tensors.read(p.a_key), b=tensors.read(p.b_key), scale=p.scale)
-        for site, p in sorted(sites.items())
+        site: ProjectionWeights(a=files.tensors.read(p.a_key), b=files.tensors.read(p.b_key), scale=p.scale)
+        for site, p in sorted(files.sites.items())
     }
-    return AdapterWeights(projections, content_hash or _content_hash(config_bytes, weights_bytes)), sites
+    return AdapterWeights(projections, content_hash)
 
 
 class OpenAdapter:

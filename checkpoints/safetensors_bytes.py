@@ -50,8 +50,13 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
       CheckpointError: If it is no whole safetensors file.
     """
     with path.open("rb") as file:
-        num_bytes = _size(file)
-        header = file.read(_header_len(path, file.read(_LENGTH_BYTES), num_bytes))
+        return header_of(path, file)
+
+
+def header_of(path: Path, file: BinaryIO) -> dict[str, TensorInfo]:
+    """As `read_header`, of an open file."""
+    num_bytes = _size(file)
+    header = file.read(_header_len(path, file.read(_LENGTH_BYTES), num_bytes))
     return _parse(path, header, num_bytes - _LENGTH_BYTES - len(header))[0]
 
 

@@ -133,7 +133,7 @@ def _answer(request: dict[str, Any], settings: CutSettings, memory: SlotMemory) 
 def _read(folder: Path, settings: CutSettings, content_hash: str | None) -> AdapterWeights:
     if content_hash is None:
         return load_adapter(folder, settings.config, max_rank=settings.max_rank)
-    return load_again(folder, settings.config, content_hash)
+    return load_again(folder, settings.config, content_hash, max_rank=settings.max_rank)
 
 
 def _cut(weights: AdapterWeights, settings: CutSettings, slots: Slots) -> None:
@@ -148,7 +148,7 @@ def error_fields(error: Exception) -> dict[str, Any]:
     if isinstance(error, CheckpointError):
         kind = "missing" if isinstance(error, MissingFileError) else "refused"
         return {"kind": kind, "arguments": [str(error)]}
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:  # without, it has its text only
         return {"kind": "os", "arguments": [error.errno, error.strerror, error.filename and str(error.filename)]}
     return {"kind": "other", "arguments": [f"{type(error).__name__}: {error}"]}
 

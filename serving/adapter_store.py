@@ -181,7 +181,9 @@ class AdapterStore:
             contents = self._readers.read(
                 adapter.root, adapter.content_hash, adapter.num_slots, lambda _, slots: self._copied(slots)
             )
-        return contents or self._cut(load_again(adapter.root, self._config, adapter.content_hash))
+        return contents or self._cut(
+            load_again(adapter.root, self._config, adapter.content_hash, max_rank=self._max_rank)
+        )
 
     def _cut(self, weights: AdapterWeights) -> AdapterContents:
         contents = slot_contents(self._config, weights, slot_rank=self._slot_rank, dtype=self._dtype)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,6 +28,10 @@ from serving.errors import EngineError
 logger = logging.getLogger(__name__)
 
 NUM_PROCESSES = 3  # a mix of three is read at once; each keeps 40 MB, and twice the largest adapter that it has read
+READ_LIMIT_S = 60.0  # a thousand times what 42 MB take: the disk is dead, and others' reads wait for the process
+_END_LIMIT_S = 1.0  # for a killed process to be gone: one that waits for a dead disk does not go
+_START_POLL_S = 0.05  # nobody tells a waiting thread that a process has started
+_CLOSE_POLL_S = 0.1  # nor that a process was ended which does not go
 _KEPT_BYTES = 1 << 28  # of a process between reads
 _MODULE = "serving.adapter_reader"
 _IMPORT_ROOT = Path(__file__).resolve().parents[1]  # of this project's packages
@@ -55,14 +60,18 @@ class ReaderProcesses:
     Ownership: a thread that reads has a process, and the slots in its memory, until it has copied them.
     """
 
-    def __init__(self, settings: CutSettings, count: int = NUM_PROCESSES) -> None:
+    def __init__(
+        self, settings: CutSettings, count: int = NUM_PROCESSES, *, read_limit_s: float = READ_LIMIT_S
+    ) -> None:
         """Starts the processes, and does not wait for them.
 
         Args:
           settings: what they cut for.
           count: how many.
+          read_limit_s: how long a process may read an adapter, in seconds.
         """
         self._settings = settings
+        self._read_limit_s = read_limit_s
         self._changed = threading.Condition()
         self._starting: list[_Process] = []  # these five are guarded by the condition
         self._free: list[_Process] = []
@@ -90,7 +99,7 @@ class ReaderProcesses:
 
         Raises:
           CheckpointError, OSError: As `load_adapter` and `load_again` do.
-          EngineError: If one process after another ends while it reads this adapter.
+          EngineError: If one process after another ends while it reads this adapter, or one takes too long.
         """
         request = {"folder": str(folder), "content_hash": content_hash, "max_slots": max_slots}
         for _ in range(2):
@@ -101,12 +110,24 @@ class ReaderProcesses:
                 answer = process.ask(request)
                 if answer is not None:
                     return _taken(answer, process.memory, self._settings.slot_rank, max_slots, take)
-                logger.warning("the process that read adapter folder %s has ended: %s", folder, process.ending)
+                self._refuse_unanswered(process, folder)
+                if self._close.alive:
+                    logger.warning("the process that read adapter folder %s has ended: %s", folder, process.ending)
             finally:
                 self._release(process)
         raise EngineError(
             f"two processes have ended while they read {str(folder)!r}; is the machine out of memory? Try again later"
         )
+
+    def _refuse_unanswered(self, process: "_Process", folder: Path) -> None:
+        """Raises if the disk does not answer: another process, or a thread of the server, would wait for it too."""
+        if process.is_late:
+            raise EngineError(
+                f"adapter folder {str(folder)!r} was not read within {self._read_limit_s:g} s; "
+                "does its disk answer? Try again when it does"
+            )
+        if process.is_stuck:
+            raise EngineError(f"the server was closed while it read adapter folder {str(folder)!r}")
 
     @property
     def num_started(self) -> int:
@@ -122,7 +143,10 @@ class ReaderProcesses:
             return [process.pid for process in self._all]
 
     def close(self) -> None:
-        """Ends the processes, whatever they do; may be called twice. Later reads return None."""
+        """Ends the processes, whatever they do; may be called twice. Later reads return None.
+
+        It waits a second at most for each process that a dead disk keeps.
+        """
         with self._changed:
             self._starting.clear()
             self._free.clear()
@@ -139,7 +163,7 @@ class ReaderProcesses:
                     return process
                 if not self._busy:
                     return None
-                self._changed.wait()
+                self._changed.wait(_START_POLL_S if self._starting else None)
 
     def _release(self, process: "_Process") -> None:
         with self._changed:
@@ -166,7 +190,7 @@ class ReaderProcesses:
 
     def _start(self) -> None:
         try:
-            process = _Process(self._settings)
+            process = _Process(self._settings, self._read_limit_s)
         except OSError as error:
             self._warn(str(error))
         else:
@@ -192,14 +216,24 @@ class _Process:
 
     Attributes:
       memory: where it puts slots.
+      is_late: it was ended because an answer took too long.
+      is_stuck: it was ended, but runs until the disk that it waits for answers.
     """
 
-    def __init__(self, settings: CutSettings) -> None:
+    def __init__(self, settings: CutSettings, limit_s: float) -> None:
         """Starts it.
+
+        Args:
+          settings: what it cuts for.
+          limit_s: how long an answer may take, in seconds.
 
         Raises:
           OSError: If it cannot be started.
         """
+        self.is_late = False
+        self.is_stuck = False
+        self._is_ended = False  # by `end`
+        self._limit_s = limit_s
         self._file = _memory_file()
         self.memory = SlotMemory(self._file, settings)
         descriptor = self._file.fileno()
@@ -229,7 +263,7 @@ class _Process:
 
     @property
     def has_ended(self) -> bool:
-        return self._popen.poll() is not None
+        return self._is_ended or self._popen.poll() is not None
 
     @property
     def ending(self) -> str:
@@ -240,10 +274,10 @@ class _Process:
     @property
     def has_news(self) -> bool:
         """True if `take_answer` would not wait."""
-        return bool(self._news.poll(0))
+        return self._has_news_within(0)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Sends a request and waits for the answer; None if the process has ended."""
+        """Sends a request and waits for the answer; None if the process has ended, or was because it is late."""
         try:
             self._requests.write(json.dumps(request).encode() + b"\n")
             self._requests.flush()
@@ -256,20 +290,38 @@ class _Process:
             raise
 
     def take_answer(self) -> dict[str, Any] | None:
-        """Waits for the next answer; None if the process has ended."""
+        """Waits for the next answer; None if the process has ended, or was because it is late."""
+        deadline = time.monotonic() + self._limit_s
+        while not self._has_news_within(min(_CLOSE_POLL_S, self._limit_s)):
+            if self.is_stuck or self._answers.closed:  # by another thread's `end`
+                return None
+            if time.monotonic() > deadline:
+                self.is_late = True
+                self.end()
+                return None
         line = self._answers.readline()
         if not line.endswith(b"\n"):
             self.end()
             return None
         return json.loads(line)
 
+    def _has_news_within(self, timeout_s: float) -> bool:
+        return bool(self._news.poll(1000 * timeout_s))
+
     def end(self) -> None:
-        """Kills it, for it has nothing to lose, and frees what it had here; may be called twice."""
+        """Kills it, for it has nothing to lose, and frees what it had here; may be called twice, by any thread."""
+        if self._is_ended:
+            return
+        self._is_ended = True
         self._popen.kill()
-        self._popen.wait()
+        try:
+            self._popen.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.is_stuck = True
         with contextlib.suppress(OSError):  # what it was to read is still in the buffer
             self._requests.close()
-        self._answers.close()
+        if not self.is_stuck:  # another thread may be in `readline`, with its lock, or poll the descriptor
+            self._answers.close()
         self._file.close()
 
 

@@ -1,12 +1,15 @@
 """Adapters read by processes: what comes is what a thread would read, whatever happens to the process."""
 
+import contextlib
 import gc
+import json
 import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,8 +17,9 @@ import jax
 import numpy as np
 import pytest
 
+from checkpoints import peft_adapter
 from checkpoints.errors import CheckpointError
-from checkpoints.peft_adapter import load_adapter
+from checkpoints.peft_adapter import CONFIG_FILE, WEIGHTS_FILE, load_adapter
 from dymerge_jax.config import named_config
 from dymerge_jax.lora import content_bytes, slot_contents
 from serving import reader_processes
@@ -130,6 +134,23 @@ def error_in(read: Callable[[], object]) -> tuple[type[BaseException], str]:
     return raised.type, str(raised.value)
 
 
+def write_larger_than_memory(folder: Path) -> None:
+    """A whole adapter of 4 TB, of which the disk has but the header: only its rank is too large."""
+    rank = 1 << 33
+    num_bytes = 4 * rank * CONFIG.hidden
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    shapes = {"A": [rank, CONFIG.hidden], "B": [CONFIG.hidden, rank]}
+    entries = {
+        key.format(side): {"dtype": "F32", "shape": shape, "data_offsets": [i * num_bytes, (i + 1) * num_bytes]}
+        for i, (side, shape) in enumerate(shapes.items())
+    }
+    header = json.dumps(entries).encode()
+    (folder / WEIGHTS_FILE).write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(folder / WEIGHTS_FILE, 8 + len(header) + 2 * num_bytes)
+    fields = json.loads((folder / CONFIG_FILE).read_text())
+    (folder / CONFIG_FILE).write_text(json.dumps(fields | {"r": rank}))
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "no folder": lambda folder: folder.rename(folder.with_name("moved")),
     "no weights": lambda folder: (folder / "adapter_model.safetensors").unlink(),
@@ -138,6 +159,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "other weights": lambda folder: write(folder, seed=5),
     "too large": lambda folder: write(folder, rank=MAX_RANK + 1),
     "not finite": lambda folder: write(folder, extra_tensors=NAN_TENSOR),
+    "larger than memory": write_larger_than_memory,
     "too large for the host": lambda folder: write(folder, rank=16),
 }
 NAN_TENSOR = {
@@ -169,6 +191,23 @@ def test_an_error_of_the_system_keeps_its_kind_and_its_text() -> None:
         again = error_of(error_fields(error))
         assert (type(again), str(again)) == (type(error), str(error))
     assert str(error_of(error_fields(MemoryError("no room")))) == "MemoryError: no room"
+    assert str(error_of(error_fields(OSError("cannot map the file")))) == "OSError: cannot map the file"
+
+
+def test_weights_that_change_between_their_check_and_their_read_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = write(tmp_path / "a"), write(tmp_path / "b", layers=[1])
+    check = peft_adapter._checked_projections
+
+    def check_then_change(*args):
+        sites = check(*args)
+        (folder / WEIGHTS_FILE).write_bytes((other / WEIGHTS_FILE).read_bytes())
+        return sites
+
+    monkeypatch.setattr(peft_adapter, "_checked_projections", check_then_change)
+    with pytest.raises(CheckpointError, match="has changed while it was read; try again"):
+        load_adapter(folder, CONFIG)
 
 
 def test_what_a_process_logs_is_logged_here(store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -347,7 +386,7 @@ def test_reads_go_on_in_threads_while_no_process_has_started_and_after_close(tmp
     assert_equal_bits(store.read("a", folder).contents, expected)
 
 
-def test_closing_does_not_wait_for_a_read_which_a_thread_ends(tmp_path: Path) -> None:
+def test_closing_does_not_wait_for_a_read_which_a_thread_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = make_store(count=1)
     (pid,) = readers_of(store).pids
     folder = write(tmp_path / "a")
@@ -361,6 +400,100 @@ def test_closing_does_not_wait_for_a_read_which_a_thread_ends(tmp_path: Path) ->
     thread.join()
     assert_equal_bits(contents[0], expected_contents(folder, "float32"))
     assert not readers_of(store).num_started
+    assert not caplog.records
+
+
+def read_adapter(readers: ReaderProcesses, folder: Path) -> object:
+    """What a read returns or raises."""
+    try:
+        return readers.read(folder, None, 100, lambda summary, _: summary.rank)
+    except EngineError as error:
+        return error
+
+
+@contextlib.contextmanager
+def started_readers(count: int, read_limit_s: float) -> Iterator[ReaderProcesses]:
+    settings = CutSettings(CONFIG, SLOT_RANK, "float32", MAX_RANK)
+    readers = ReaderProcesses(settings, count, read_limit_s=read_limit_s)
+    wait_until(lambda: readers.num_started == count)
+    yield readers
+    readers.close()
+
+
+def test_a_read_that_takes_too_long_costs_its_process_and_is_not_tried_again(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    with started_readers(2, read_limit_s=0.2) as readers:
+        stopped = readers.pids
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        error = read_adapter(readers, folder)
+        assert isinstance(error, EngineError)
+        assert str(error).startswith(f"adapter folder {str(folder)!r} was not read within 0.2 s; does its disk answer?")
+        assert sum(map(is_running, stopped)) == 1
+        assert len(set(readers.pids) - set(stopped)) == 1
+
+
+def make_stuck(readers: ReaderProcesses, monkeypatch: pytest.MonkeyPatch) -> subprocess.Popen[bytes]:
+    """Stops the one process as a dead disk does: it does not answer, and is not gone when it is killed."""
+    monkeypatch.setattr(reader_processes, "_END_LIMIT_S", 0.1)
+    (process,) = readers._all
+    monkeypatch.setattr(process._popen, "kill", lambda: None)
+    os.kill(process.pid, signal.SIGSTOP)
+    return process._popen
+
+
+def remove_stuck(popen: subprocess.Popen[bytes]) -> None:
+    os.kill(popen.pid, signal.SIGKILL)
+    popen.wait()
+    assert popen.stdout is not None
+    popen.stdout.close()
+
+
+def test_closing_does_not_wait_for_a_process_that_does_not_go_nor_does_its_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "a")
+    results: list[object] = []
+    with started_readers(1, read_limit_s=PATIENCE_S) as readers:
+        popen = make_stuck(readers, monkeypatch)
+        thread = threading.Thread(target=lambda: results.append(read_adapter(readers, folder)), daemon=True)
+        thread.start()
+        wait_until(lambda: readers._busy)
+        start_s = time.monotonic()
+        readers.close()
+        thread.join(PATIENCE_S / 2)
+        assert time.monotonic() - start_s < PATIENCE_S / 2
+    (error,) = results
+    assert isinstance(error, EngineError)
+    assert str(error) == f"the server was closed while it read adapter folder {str(folder)!r}"
+    remove_stuck(popen)
+
+
+def test_a_process_that_does_not_go_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "a")
+    with started_readers(1, read_limit_s=0.2) as readers:
+        popen = make_stuck(readers, monkeypatch)
+        assert "was not read within 0.2 s" in str(read_adapter(readers, folder))
+        assert is_running(popen.pid)
+        assert popen.pid not in readers.pids
+        wait_until(lambda: readers.num_started == 1)
+    remove_stuck(popen)
+
+
+def test_a_process_that_starts_while_all_others_read_is_used_at_once(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", rank=6)
+    with started_readers(1, read_limit_s=PATIENCE_S) as readers:
+        os.kill(readers.pids[0], signal.SIGSTOP)
+        stuck_read = threading.Thread(target=lambda: read_adapter(readers, folder))
+        stuck_read.start()
+        wait_until(lambda: readers._busy)
+        with readers._changed:
+            readers._start()
+        start_s = time.monotonic()
+        assert read_adapter(readers, folder) == 6
+        assert time.monotonic() - start_s < PATIENCE_S / 2
+        readers.close()
+        stuck_read.join()
 
 
 def test_a_store_that_nobody_closes_takes_its_processes_with_it() -> None:
