@@ -1,6 +1,7 @@
 """Every command of README is run, here or by .ci/run, and every name in it exists."""
 
 import argparse
+import json
 import re
 import shlex
 import shutil
@@ -41,9 +42,10 @@ def _pinned(package: str) -> str:
 
 
 def test_every_command_block_is_one_that_is_checked() -> None:
-    serve, curl, gpu_serve, hot_loading, test, plugin = (block.strip() for block in _blocks("bash"))
+    serve, curl, auto, gpu_serve, hot_loading, test, plugin = (block.strip() for block in _blocks("bash"))
     assert serve == SERVE
-    assert curl.startswith("curl http://127.0.0.1:8000/v1/chat/completions ")
+    for block in (curl, auto):
+        assert block.startswith("curl http://127.0.0.1:8000/v1/chat/completions ")
     assert gpu_serve.startswith(GPU_SERVE)
     assert hot_loading.startswith(HOT_LOADING)
     assert test == TEST
@@ -141,13 +143,17 @@ def _wait_for_url(server: subprocess.Popen[bytes], log: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_curl_commands_answer_with_the_mixed_behaviour(demo_server: str) -> None:
-    curl = next(block for block in _blocks("bash") if block.startswith("curl "))
-    command = curl.replace("http://127.0.0.1:8000", demo_server)
-    answer = subprocess.run(["bash", "-c", command], check=True, capture_output=True, text=True, timeout=120).stdout
-    assert "stone, river, lamp -- Nova" in answer
+    def answer_to(block: str) -> str:
+        command = ["bash", "-ec", block.replace("http://127.0.0.1:8000", demo_server)]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+    mixed, auto = [block for block in _blocks("bash") if block.startswith("curl ") and "/chat/" in block.split("\n")[0]]
+    assert "stone, river, lamp -- Nova" in answer_to(mixed)
+    for model in ("auto:1", "demo-gated"):
+        answer = json.loads(answer_to(auto.replace("auto:1", model)))
+        assert answer["choices"][0]["message"]["content"] == '["lamp", "river", "stone"]'
     hot_loading = next(block for block in _blocks("bash") if block.startswith(HOT_LOADING))
-    command = hot_loading.replace("http://127.0.0.1:8000", demo_server)
-    answer = subprocess.run(["bash", "-ec", command], check=True, capture_output=True, text=True, timeout=120).stdout
+    answer = answer_to(hot_loading)
     parts = (
         "added successfully",
         '"name":"signed"',
