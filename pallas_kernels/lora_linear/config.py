@@ -6,10 +6,7 @@ import json
 from importlib import resources
 from typing import Any
 
-from pallas_kernels.lora_linear.arrivals import ARRIVALS_PER_SITE
-
 MIN_DOT_SIZE = 16  # the tensor cores' smallest tile side
-_MOST_SHRINK_ROWS = 64  # an accumulator of more would not fit the registers
 _FEW_ROWS = 64  # then blocks are small: most have a row or two, and less shared memory lets more programs run
 MAX_TOKENS = 64  # more tokens want the library's GEMM: weights are then no longer what takes the time
 
@@ -49,10 +46,6 @@ class KernelConfig:
         """Rank rows of one projection, rounded up so that no block of rows reaches into the next projection."""
         block = max(self.shrink_rows, self.tail_rows)
         return -(-num_rows // block) * block
-
-    def num_blocks(self, problem: "Problem") -> int:
-        """Blocks of rank rows of all projections that a shrink program does one at a time."""
-        return len(problem.widths) * self.padded_rows(problem.num_rows) // self.shrink_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +91,11 @@ def pick_config(problem: Problem, *, has_adapters: bool = True) -> KernelConfig:
     if problem.num_rows <= _FEW_ROWS:
         config = dataclasses.replace(config, tail_rows=_FEW_ROWS // 2, shrink_rows=_FEW_ROWS // 2)
     num_rows = max(problem.num_rows, MIN_DOT_SIZE)
-    config = dataclasses.replace(
+    return dataclasses.replace(
         config,
         tail_rows=min(config.tail_rows, _next_power_of_two(num_rows)),
         shrink_rows=min(config.shrink_rows, _next_power_of_two(num_rows)),
     )
-    while config.shrink_rows < _MOST_SHRINK_ROWS and config.num_blocks(problem) >= ARRIVALS_PER_SITE:
-        config = dataclasses.replace(config, shrink_rows=config.shrink_rows * 2)
-    return config
 
 
 def check_supported(problem: Problem) -> None:

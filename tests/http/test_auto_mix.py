@@ -260,20 +260,29 @@ def test_the_index_follows_the_adapters_that_come_and_go(served: tuple[httpx.Cli
     engine.check_integrity()
 
 
-def test_an_adapter_with_bad_examples_or_a_link_in_their_place_is_not_loaded(
+def test_an_adapter_with_bad_examples_is_loaded_and_never_found(
+    served: tuple[httpx.Client, Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file may be for others than this server."""
+    client, _ = served
+    assert load(client, "bad", "bad").status_code == 200
+    assert "line 1: it has the fields 'completion'; expected" in caplog.text
+    body = {"model": "auto:1", "prompt": "x", "max_tokens": 1}
+    assert "bad" not in client.post("/v1/completions", json=body).json()["choices"][0]["adapter_mix"]
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "bad"}).status_code == 200
+
+
+def test_an_adapter_with_a_link_in_place_of_examples_is_not_loaded(
     served: tuple[httpx.Client, Engine], folder: Path
 ) -> None:
     client, _ = served
-    response = load(client, "bad", "bad")
-    assert response.status_code == 400
-    assert "line 1: it has the fields 'completion'; expected" in response.json()["error"]["message"]
     linked = shutil.copytree(folder / "more" / "plain", folder / "more" / "linked")
     (linked / "examples.jsonl").symlink_to(folder / "more.jsonl")
     response = load(client, "linked", "linked")
     assert response.status_code == 403
     assert "examples.jsonl: a link that leads out of every --adapter-root" in response.json()["error"]["message"]
     assert load(client, "auto:1", "plain").status_code == 400
-    assert not {"bad", "linked", "auto:1"} & {card["id"] for card in client.get("/v1/models").json()["data"]}
+    assert not {"linked", "auto:1"} & {card["id"] for card in client.get("/v1/models").json()["data"]}
 
 
 def test_flags_decide_whether_there_is_an_index(started: Started, folder: Path) -> None:

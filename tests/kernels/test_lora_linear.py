@@ -481,7 +481,7 @@ def test_more_blocks_of_rank_rows_than_a_site_counts_are_refused() -> None:
         case = structs(num_slots, max_segments)
         return jax.eval_shape(lambda case: run(case, implementation, layer=0), case).shape
 
-    most = ARRIVALS_PER_SITE * pick_config(linear_config.Problem(16, 1 << 20, 16, (16,), False)).shrink_rows
+    most = ARRIVALS_PER_SITE * pick_config(linear_config.Problem(16, 1 << 14, 16, (16,), False)).shrink_rows
     num_slots = most // 8
     assert shape_of(num_slots * 7 // 8, "pallas_triton") == (1, 4, 16)
     message = f"{num_slots} slots of rank 8 make {ARRIVALS_PER_SITE} blocks of rank rows, but one launch counts fewer"

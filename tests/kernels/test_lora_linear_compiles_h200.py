@@ -88,13 +88,6 @@ def test_decode_of_the_8b_shape_is_one_launch_that_copies_nothing(h200: H200, gr
     assert memory.temp_size_in_bytes < 2 * min(arrays)
 
 
-@pytest.mark.slow
-def test_adapters_of_rank_64_in_1024_slots_are_one_launch(h200: H200) -> None:
-    compiled = lower_group(h200, "qkv", structs("llama-3-8b", "qkv", num_tokens=64, num_slots=1024)).compile()
-    [launch] = launches_of(compiled)
-    assert "lora_linear" in launch
-
-
 @pytest.mark.parametrize("group", [pytest.param("qkv", marks=pytest.mark.slow), "gate_up"])
 def test_a_call_without_segments_is_one_launch_without_scratch(h200: H200, group: Group) -> None:
     compiled = lower_group(h200, group, structs("llama-3-8b", group, num_tokens=32, has_segments=False)).compile()
