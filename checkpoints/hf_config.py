@@ -2,12 +2,12 @@
 
 import dataclasses
 import logging
-import sys
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from checkpoints.errors import CheckpointError, MissingFileError, refuse_if
 from checkpoints.files import read_json
+from checkpoints.json_values import is_int, is_number
 from dymerge_jax.config import LlamaConfig, RopeConfig
 
 _log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class _Fields:
         value = self.content.get(name)
         if value is None and default is not None:
             return default
-        if _is_int(value):
+        if is_int(value):
             return value
         self.problems.append(f"{name} is {self._shown(name)}; an integer was expected")
         return 0
@@ -125,7 +125,7 @@ class _Fields:
         value = self.content.get(name)
         if value is None:
             return default
-        if not _is_number(value):
+        if not is_number(value):
             self.problems.append(f"{name} is {value!r}; a number was expected")
             return default
         return float(value)
@@ -141,7 +141,7 @@ class _Fields:
     def token_ids(self, name: str, content: dict[str, Any]) -> list[int]:
         value = content.get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(_is_int(i) for i in ids):
+        if not all(is_int(i) for i in ids):
             self.problems.append(f"{name} is {value!r}; an integer or a list of integers was expected")
             return []
         return ids
@@ -186,7 +186,7 @@ def _read_rope(fields: _Fields) -> RopeConfig:
         scaling = value | scaling
     theta = scaling.get("rope_theta", content.get("rope_theta"))
     theta = 10_000.0 if theta is None else theta
-    if not _is_number(theta):
+    if not is_number(theta):
         fields.problems.append(f"rope_theta is {theta!r}; a number was expected")
         return RopeConfig()
     if scaling.get("partial_rotary_factor", content.get("partial_rotary_factor")) not in (None, 1, 1.0):
@@ -201,7 +201,7 @@ def _read_rope(fields: _Fields) -> RopeConfig:
 def _checked_rope(fields: _Fields, theta: float, scaling: dict[str, Any] | None) -> RopeConfig:
     values: dict[str, Any] = {}
     if scaling is not None:
-        wrong = [f"{name} is {scaling.get(name)!r}" for name in _LLAMA3_FIELDS if not _is_number(scaling.get(name))]
+        wrong = [f"{name} is {scaling.get(name)!r}" for name in _LLAMA3_FIELDS if not is_number(scaling.get(name))]
         if wrong:
             fields.problems.append(
                 f"rope_type 'llama3' needs the numbers {', '.join(_LLAMA3_FIELDS)}, but {', '.join(wrong)}"
@@ -229,11 +229,3 @@ def _known_ids(ids: list[int], vocab: int, path: Path) -> tuple[int, ...]:
 def _stated_dtype(content: dict[str, Any]) -> str | None:
     stated = content.get("dtype") or content.get("torch_dtype")
     return stated if stated in ("float32", "bfloat16", "float16") else None
-
-
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

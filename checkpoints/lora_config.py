@@ -3,8 +3,9 @@
 import dataclasses
 import math
 import re
-import sys
 from typing import Any
+
+from checkpoints.json_values import is_int, is_number
 
 _UNSUPPORTED = {
     "use_dora": "DoRA rescales each output by a learned magnitude",
@@ -128,16 +129,16 @@ def _value_problems(content: dict[str, Any]) -> list[str]:
     problems = []
     if not _is_rank(content.get("r")):
         problems.append(f"r is {content.get('r')!r}; a rank of at least 1 was expected")
-    if not _is_number(content.get("lora_alpha")):
+    if not is_number(content.get("lora_alpha")):
         problems.append(f"lora_alpha is {content.get('lora_alpha')!r}; a number was expected")
     if not isinstance(content.get("use_rslora") or False, bool):
         problems.append(f"use_rslora is {content['use_rslora']!r}; true or false was expected")
     layers = content.get("layers_to_transform")
-    if layers is not None and not all(map(_is_int, layers if isinstance(layers, list) else [layers])):
+    if layers is not None and not all(map(is_int, layers if isinstance(layers, list) else [layers])):
         problems.append(f"layers_to_transform is {layers!r}; an integer or a list of integers was expected")
     for field, is_valid, what in (
         ("rank_pattern", _is_rank, "ranks of at least 1"),
-        ("alpha_pattern", _is_number, "numbers"),
+        ("alpha_pattern", is_number, "numbers"),
     ):
         problems += _pattern_problems(field, content.get(field) or {}, is_valid, what)
     return problems
@@ -167,13 +168,5 @@ def _first_match[T](pattern: dict[str, T], module: str, default: T) -> T:
     return default
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_rank(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return is_int(value) and value >= 1

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from checkpoints.errors import refuse_if
 from checkpoints.expert_tensors import MAX_EXPERTS
 from checkpoints.files import TensorInfo, dtype_problems, open_safetensors, read_json, tensor_problems
+from checkpoints.json_values import is_float32
 from checkpoints.lora_config import read_lora_config
 from checkpoints.peft_adapter import CONFIG_FILE, weights_file
 from checkpoints.peft_header import BLOCK_OF, LORA_KEY, Site
@@ -33,7 +34,6 @@ MAX_DEPTH = 64
 
 _RULE_FIELDS = ("softmax", "temperature", "top_k", "softmax_of_kept", "global_weight", "pass_value")
 _FIELDS = ("kind", "name", "experts", "sites", *_RULE_FIELDS)
-_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _SITE = re.compile(rf"layers\.(\d{{1,6}})\.({'|'.join(PROJECTIONS)})")
 
 Layers = Sequence[tuple[np.ndarray, np.ndarray]]
@@ -79,9 +79,9 @@ def rule_problems(values: Mapping[str, Any], num_experts: int, names: Mapping[st
                 is_count = type(value) is int and value >= 1 and (num_experts == 0 or value <= num_experts)
                 check(field, value is None or is_count, f"null or 1 to the number of experts ({num_experts})")
             case "temperature":
-                check(field, _is_number(value) and 1e-6 <= value <= 1e6, "a number from 1e-6 to 1e6")
+                check(field, is_float32(value) and 1e-6 <= value <= 1e6, "a number from 1e-6 to 1e6")
             case _:
-                check(field, _is_number(value), "a finite number")
+                check(field, is_float32(value), "a finite number")
     top_k, pass_value = values.get("top_k"), values.get("pass_value", 0.0)
     if not problems and pass_value and top_k is not None and top_k != num_experts:
         shown = {field: (names or {}).get(field, field) for field in ("pass_value", "top_k")}
@@ -91,10 +91,6 @@ def rule_problems(values: Mapping[str, Any], num_experts: int, names: Mapping[st
             f"{shown['pass_value']} 0, or no {shown['top_k']}, was expected"
         )
     return problems
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_FLOAT32
 
 
 def read_xlora_set(

@@ -26,6 +26,8 @@ from dymerge_jax.embedding import ROW_LEN, TokenEmbedder
 from dymerge_jax.model import SplitModel
 
 WeightRule = Literal["equal", "softmax"]
+AUTO = "auto"
+"""What requests call the adapters that fit their prompt; with a colon behind it, it says how many and how weighed."""
 
 MAX_PIECES = 16  # of a prompt; of a longer one the first and the last: instructions stand at the ends
 MAX_EXAMPLES = 32  # used of each adapter; LoraRetriever takes 20
@@ -43,6 +45,11 @@ class Candidate(NamedTuple):
 
     name: str
     score: float
+
+
+def is_auto_name(name: str) -> bool:
+    """True for a name that asks for retrieval, well written or not; nothing else may have it."""
+    return name == AUTO or name.startswith(f"{AUTO}:")
 
 
 def tokenized_pieces(tokenizer: Any, text: str) -> list[list[int]]:

@@ -6,7 +6,6 @@ from typing import Literal
 
 from serving.errors import InvalidRequestError
 
-AUTO = "auto"
 DEFAULT_K = 3  # LoraRetriever's
 FORMS = '"auto", "auto:K" or "auto:K:softmax"'
 _PATTERN = re.compile(r"auto(?::(?P<k>[0-9]{1,9}))?(?::(?P<weights>equal|softmax))?")
@@ -39,11 +38,6 @@ class AutoMix:
                 param=param,
             )
         return self.k
-
-
-def is_auto_name(name: str) -> bool:
-    """True for a name that asks for retrieval, well written or not; nothing else may have it."""
-    return name == AUTO or name.startswith(f"{AUTO}:")
 
 
 def parse_auto_mix(text: str, param: str) -> AutoMix:

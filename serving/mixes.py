@@ -9,7 +9,8 @@ import reprlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from serving.auto_mix import AUTO, AutoMix, is_auto_name, parse_auto_mix
+from dymerge_jax.retrieval import AUTO, is_auto_name
+from serving.auto_mix import AutoMix, parse_auto_mix
 from serving.errors import ConflictError, InvalidRequestError, UnknownModelError
 from serving.request import MAX_FLOAT32, Mix
 

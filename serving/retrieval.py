@@ -22,6 +22,7 @@ from dymerge_jax.embedding import MAX_ROWS, TokenEmbedder
 from dymerge_jax.example_lines import EXAMPLES_FILE, read_prompts
 from dymerge_jax.model import SplitModel
 from dymerge_jax.retrieval import (
+    AUTO,
     MAX_EXAMPLES,
     MAX_PIECES,
     Scorer,
@@ -32,7 +33,7 @@ from dymerge_jax.retrieval import (
     tokenized_pieces,
 )
 from serving.async_engine import AsyncEngine
-from serving.auto_mix import AUTO, AutoMix
+from serving.auto_mix import AutoMix
 from serving.errors import EngineError, InvalidRequestError, ServingError
 
 logger = logging.getLogger(__name__)
@@ -67,40 +68,34 @@ class PromptIndex:
         self,
         model: SplitModel,
         tokenizer: Any,
-        folders: Mapping[str, Path],
+        examples: Mapping[str, Sequence[str]],
         given: Mapping[str, Sequence[str]],
-        *,
-        is_wanted: bool | None = True,
     ) -> None:
         """Compiles what embeds, embeds all examples and fits the scores.
 
         Args:
           model: weights on the device.
           tokenizer: of the base model.
-          folders: of all adapters, by name.
-          given: see above; adapters that are not in `folders` may be loaded later.
-          is_wanted: see `build_index`.
+          examples: prompts of the adapters that have some, by name; see `read_examples`.
+          given: see above; adapters that are not loaded may be loaded later.
 
         Raises:
-          ValueError, OSError: If a file of examples cannot be used.
+          ValueError: If the examples of an adapter hold no text.
         """
-        start_s = time.perf_counter()
-        examples = read_examples(folders, given, is_wanted=is_wanted)
         self.embedder: TokenEmbedder = make_embedder(model, tokenizer)
         self.tokenizer = tokenizer
         self.given = dict(given)
         self.vectors = example_vectors(self.embedder, tokenizer, examples, progress=True)
         self.scorer = Scorer.fit(self.vectors) if self.vectors else None
-        logger.info(
-            "retrieval: %d of %d adapters may be found, by %d examples; compiled and embedded in %.1f s",
-            len(self.vectors), len(folders), sum(map(len, self.vectors.values())), time.perf_counter() - start_s,
-        )  # fmt: skip
 
 
 def read_examples(
-    folders: Mapping[str, Path], given: Mapping[str, Sequence[str]], *, is_wanted: bool | None = True
+    folders: Mapping[str, Path], given: Mapping[str, Sequence[str]], *, is_wanted: bool | None
 ) -> dict[str, Sequence[str]]:
     """The example prompts of those adapters that have some.
+
+    Args:
+      folders, given, is_wanted: see `build_index`.
 
     Raises:
       ValueError, OSError: If a file of examples cannot be used and `is_wanted` is true; else a warning is logged.
@@ -134,20 +129,30 @@ def build_index(
     Args:
       loaded: for its tokenizer.
       model: weights on the device.
-      folders, given: see `PromptIndex`.
+      folders: of all adapters, by name.
+      given: see `PromptIndex`.
       is_wanted: None for an index where an adapter has examples, as far as they can be used.
 
     Raises:
       ValueError, OSError: If a file of examples cannot be used and `is_wanted` is true, or there is no tokenizer.
     """
-    if is_wanted is False or (is_wanted is None and not read_examples(folders, given, is_wanted=is_wanted)):
+    if is_wanted is False:
+        return None
+    examples = read_examples(folders, given, is_wanted=is_wanted)
+    if is_wanted is None and not examples:
         return None
     if loaded.tokenizer is None:
         raise ValueError(
             "adapters are to be found by example prompts, but the model directory has no tokenizer; add one, or start "
             "with --no-retrieval"
         )
-    return PromptIndex(model, loaded.tokenizer, folders, given, is_wanted=is_wanted)
+    start_s = time.perf_counter()
+    index = PromptIndex(model, loaded.tokenizer, examples, given)
+    logger.info(
+        "retrieval: %d of %d adapters may be found, by %d examples; compiled and embedded in %.1f s",
+        len(index.vectors), len(folders), sum(map(len, index.vectors.values())), time.perf_counter() - start_s,
+    )  # fmt: skip
+    return index
 
 
 class Retriever:

@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from dymerge_jax.example_lines import asked_text
+from dymerge_jax.retrieval import AUTO
 from serving.adapter_ids import adapter_name
 from serving.async_engine import AsyncEngine, Generation
-from serving.auto_mix import AUTO, AutoMix
+from serving.auto_mix import AutoMix
 from serving.errors import InvalidRequestError, ServingError
 from serving.mixes import ModelRegistry
 from serving.prompts import PromptEncoder

@@ -15,16 +15,18 @@ import jax
 from checkpoints.errors import CheckpointError
 from checkpoints.formats import load_model
 from checkpoints.gated_set import save_gated_set
+from checkpoints.json_values import is_float32
 from checkpoints.loaded_model import ModelDtype
 from checkpoints.peft_adapter import adapter_sources, load_adapter
 from checkpoints.trained_adapter import write_trained_adapter
 from dymerge_jax.config import LlamaConfig
 from dymerge_jax.gating import GatedSetWeights, Granularity
 from dymerge_jax.model import model_from_params
+from dymerge_jax.retrieval import is_auto_name
 from dymerge_jax.train.adapter import adapter_loss, adapter_weights, new_factors, place_mates
 from dymerge_jax.train.batches import BatchPlan
 from dymerge_jax.train.curve import draw_curve
-from dymerge_jax.train.data import Sample, is_mate_weight, read_samples
+from dymerge_jax.train.data import Sample, read_samples
 from dymerge_jax.train.forward import FrozenModel, differentiable_implementations, freeze_model
 from dymerge_jax.train.gate import gate_loss, gated_set, new_gates, place_in_slots
 from dymerge_jax.train.loop import Loss, TrainConfig, train
@@ -128,7 +130,7 @@ def _weight(spec: str, text: str) -> float:
         weight = float(text)
     except ValueError:
         weight = math.nan
-    if not is_mate_weight(weight):
+    if not is_float32(weight):
         raise CheckpointError(
             f"mate {spec!r} has weight {text!r}; expected NAME=FOLDER:WEIGHT with a finite number of float32"
         )
@@ -189,7 +191,7 @@ class GateJob:
             raise ValueError(f"got {len(self.experts)} adapters; a gate chooses among at least 2")
         _refuse_twice("adapter", self.experts)
         _refuse_same_folder(self.experts)
-        if is_reserved_name(self.set_name):
+        if is_auto_name(self.set_name):
             raise ValueError(
                 f"the set's name is {self.set_name!r}, which no model can have, as requests ask by 'auto' for adapters "
                 "that fit the prompt; choose another with --name"
@@ -318,8 +320,9 @@ def train_gate(gate_job: GateJob, on_step: OnStep | None = None, *, base: Base |
     plan = BatchPlan(inputs.samples, job.batch_size, job.seed)
     loss = _gate_loss(gate_job.balance, job.remat)
     slot_rank = max(expert.rank for expert in experts.values())
-    placed = place_in_slots(inputs.base.config, experts, described, slot_rank=slot_rank, dtype=inputs.base.dtype)
     gates = new_gates(inputs.base.config, len(experts), described.granularity, seed=job.seed)
+    first = gated_set(gates, described)
+    placed = place_in_slots(inputs.base.config, experts, first, slot_rank=slot_rank, dtype=inputs.base.dtype)
 
     def write(folder: Path, trained: Any) -> None:
         # From where the folder will be: it is written elsewhere and renamed.
@@ -414,8 +417,3 @@ def _refuse_same_folder(experts: Sequence[NamedAdapter]) -> None:
         names.setdefault(expert.folder.resolve(), []).append(expert.name)
     if same := [f"{', '.join(found)} ({folder})" for folder, found in names.items() if len(found) > 1]:
         raise ValueError(f"adapters of one folder: {'; '.join(same)}; give each folder once")
-
-
-def is_reserved_name(name: str) -> bool:
-    """True for a name that the server refuses, as requests ask by it for adapters that fit their prompt."""
-    return name == "auto" or name.startswith("auto:")

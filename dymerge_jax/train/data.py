@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from checkpoints.errors import CheckpointError, MissingFileError, refuse_if
+from checkpoints.json_values import is_float32
 from dymerge_jax.example_lines import json_object
 
 _log = logging.getLogger(__name__)
@@ -20,7 +21,6 @@ _EXPECTED = (
 )
 _FIELDS = ("messages", "prompt", "completion", "mates")
 _MAX_SHOWN = 20
-_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,14 +217,9 @@ def _mates(content: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]
     if not isinstance(mates, dict) or not mates.keys() <= set(names):
         raise _LineError(f"mates is {mates!r}; expected an object from names to weights (the mates are: {known})")
     for name, weight in mates.items():
-        if not is_mate_weight(weight):
+        if not is_float32(weight):
             raise _LineError(f"the weight of mate {name!r} is {weight!r}; a finite number of float32 was expected")
     return {name: float(weight) for name, weight in mates.items()}
-
-
-def is_mate_weight(value: object) -> bool:
-    """True for a number that is finite as a float32; an integer may be too large for any float."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_FLOAT32
 
 
 def _short_enough(path: Path, samples: list[Sample], max_len: int) -> list[Sample]:

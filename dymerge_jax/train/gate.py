@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -57,7 +56,7 @@ def place_in_slots(
     Args:
       config: the base model.
       experts: adapters by name, as `like` names them.
-      like: the gated set; its gates are not read.
+      like: the gated set; only where it has gates counts of them.
       slot_rank: rank rows of a slot.
       dtype: of the model.
     """
@@ -73,8 +72,6 @@ def place_in_slots(
             slots = write_slot(slots, slot_id, content)
     gates = build_gate_array(config, [like], num_slots=first)
     assert gates is not None
-    if gates.has_gate is not None:  # every projection gets a gate, though `like` has none of them yet
-        gates = dataclasses.replace(gates, has_gate=jax.tree.map(jnp.ones_like, gates.has_gate))
     return FrozenExperts(slots=slots, gates=place_experts(gates, [like], slots_of))
 
 

@@ -18,10 +18,10 @@ import pytest
 import dymerge_jax as dm
 from checkpoints.peft_adapter import load_adapter
 from dymerge_jax.config import named_config
+from dymerge_jax.retrieval import is_auto_name
 from dymerge_jax.train.__main__ import main, make_parser
-from dymerge_jax.train.commands import CURVE, is_reserved_name
+from dymerge_jax.train.commands import CURVE
 from dymerge_jax.train.work_folder import StepRecord, read_losses, work_path
-from serving.auto_mix import is_auto_name
 from tests.support.tiny_checkpoints import write_adapter, write_tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -165,9 +165,14 @@ def test_wrong_arguments_are_told_and_leave_nothing(
     assert sorted(folder.iterdir()) == before
 
 
-@pytest.mark.parametrize("name", ["auto", "auto:", "auto:2:softmax", "auto:x", "automatic", "Auto", "an-auto", ""])
+@pytest.mark.parametrize("name", ["auto", "auto:", "auto:2:softmax", "auto:x"])
 def test_names_that_the_server_keeps_for_itself_are_known_to_training(name: str) -> None:
-    assert is_reserved_name(name) == is_auto_name(name)
+    assert is_auto_name(name)
+
+
+@pytest.mark.parametrize("name", ["automatic", "Auto", "an-auto", ""])
+def test_other_names_are_free(name: str) -> None:
+    assert not is_auto_name(name)
 
 
 def test_the_commands_of_readme_are_commands() -> None:
