@@ -7,6 +7,7 @@ mixes.json names "SET:TASK" for each. With a gate in each linear layer (MMOELORA
 differ from layer to layer: then each task becomes one adapter of rank r, with the weights in its B.
 """
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,7 +82,7 @@ def import_moelora(content: dict[str, Any], weights: Path, target: Path) -> list
         base = content.get("base_model_name_or_path")
         with new_folder(target) as folder:
             write = _write_mixes if keys.model_gate else _write_task_adapters
-            write(folder, target.name, keys, reader, lora, num_experts, num_tasks, base)
+            write(folder, target.name, _Source(keys, reader, lora, num_experts, num_tasks, base))
     form = (
         f"{num_experts} experts of rank {lora.r // num_experts} and a mix of them a task"
         if keys.model_gate
@@ -170,51 +171,58 @@ def _task_weights(reader: SafetensorsReader, keys: GateKeys) -> np.ndarray:
     return weights / weights.sum(1, keepdims=True)
 
 
-def _write_mixes(
-    folder: Path,
-    name: str,
-    keys: _Keys,
-    reader: SafetensorsReader,
-    lora: LoraConfig,
-    num_experts: int,
-    num_tasks: int,
-    base: str | None,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """A checked folder that is open.
+
+    Attributes:
+      keys: of its tensors.
+      reader: of their values.
+      lora: rank and alpha of all experts together.
+      num_experts, num_tasks: of every gate.
+      base: name of the base model, if it is told.
+    """
+
+    keys: _Keys
+    reader: SafetensorsReader
+    lora: LoraConfig
+    num_experts: int
+    num_tasks: int
+    base: str | None
+
+
+def _write_mixes(folder: Path, name: str, source: _Source) -> None:
     """An adapter an expert, and the weights of each task as a mix."""
-    weights = _task_weights(reader, keys.model_gate)
-    names = [f"{name}-{expert}" for expert in range(num_experts)]
+    weights = _task_weights(source.reader, source.keys.model_gate)
+    names = [f"{name}-{expert}" for expert in range(source.num_experts)]
     for expert, expert_name in enumerate(names):
-        of_expert = {(site, side): key for (site, e, side), key in keys.found.keys.items() if e == expert}
-        tensors = {peft_key(*where): read_finite(reader, key) for where, key in sorted(of_expert.items())}
+        of_expert = {(site, side): key for (site, e, side), key in source.keys.found.keys.items() if e == expert}
+        tensors = {peft_key(*where): read_finite(source.reader, key) for where, key in sorted(of_expert.items())}
         # The scale stays alpha / r: both are divided by the number of experts.
-        rank, alpha = lora.r // num_experts, lora.alpha / num_experts
-        write_adapter(folder / expert_name, tensors, rank=rank, alpha=alpha, use_rslora=False, base=base)
-    mixes = {f"{name}:{t}": dict(zip(names, weights[t].tolist(), strict=True)) for t in range(num_tasks)}
+        rank, alpha = source.lora.r // source.num_experts, source.lora.alpha / source.num_experts
+        write_adapter(folder / expert_name, tensors, rank=rank, alpha=alpha, use_rslora=False, base=source.base)
+    mixes = {f"{name}:{t}": dict(zip(names, weights[t].tolist(), strict=True)) for t in range(source.num_tasks)}
     write_json(folder / MIXES_FILE, mixes)
 
 
-def _write_task_adapters(
-    folder: Path,
-    name: str,
-    keys: _Keys,
-    reader: SafetensorsReader,
-    lora: LoraConfig,
-    num_experts: int,
-    num_tasks: int,
-    base: str | None,
-) -> None:
+def _write_task_adapters(folder: Path, name: str, source: _Source) -> None:
     """An adapter a task: A of all experts one after another, B with each expert's weight in it."""
-    weights = {site: _task_weights(reader, keys.linear_gates[site]) for site in keys.found.sites}
-    names = [f"{name}-{task}" for task in range(num_tasks)]
+    weights = {site: _task_weights(source.reader, source.keys.linear_gates[site]) for site in source.keys.found.sites}
+    names = [f"{name}-{task}" for task in range(source.num_tasks)]
     for task, task_name in enumerate(names):
         tensors = {}
-        for site in keys.found.sites:
+        for site in source.keys.found.sites:
             a, b = (
-                [read_finite(reader, keys.found.keys[site, e, side]).astype(np.float32) for e in range(num_experts)]
+                [
+                    read_finite(source.reader, source.keys.found.keys[site, e, side]).astype(np.float32)
+                    for e in range(source.num_experts)
+                ]
                 for side in "AB"
             )
             tensors[peft_key(site, "A")] = np.concatenate(a)
             scaled = [w * np.float32(g) for w, g in zip(b, weights[site][task], strict=True)]
             tensors[peft_key(site, "B")] = np.concatenate(scaled, axis=1)
-        write_adapter(folder / task_name, tensors, rank=lora.r, alpha=lora.alpha, use_rslora=False, base=base)
+        write_adapter(
+            folder / task_name, tensors, rank=source.lora.r, alpha=source.lora.alpha, use_rslora=False, base=source.base
+        )
     write_json(folder / MIXES_FILE, {f"{name}:{task}": {n: 1.0} for task, n in enumerate(names)})
