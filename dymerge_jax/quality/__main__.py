@@ -1,6 +1,7 @@
 """`python -m dymerge_jax.quality data|train|run`: flags to arguments. No logic of its own."""
 
 import argparse
+import functools
 import logging
 import os
 import sys
@@ -92,6 +93,17 @@ def _data(options: argparse.Namespace) -> None:
     print(options.out)
 
 
+def _add_value(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    kind: Callable[[str], object],
+    default: object,
+    metavar: str,
+    text: str,
+) -> None:
+    parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: %(default)s)")
+
+
 def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     from dymerge_jax.quality.training import MATES, TrainingConfig
 
@@ -106,9 +118,7 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def add(flag: str, kind: Callable[[str], object], default: object, metavar: str, text: str) -> None:
-        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: %(default)s)")
-
+    add = functools.partial(_add_value, parser)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="gets adapters/, cotrained/, gated/")
     add("--model", str, defaults.model, "PATH", "demo, a Hugging Face directory, a .gguf file or an Orbax store")
     parser.add_argument(
@@ -184,9 +194,7 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def add(flag: str, kind: Callable[[str], object], default: object, metavar: str, text: str) -> None:
-        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: %(default)s)")
-
+    add = functools.partial(_add_value, parser)
     parser.add_argument(
         "--adapters", type=Path, metavar="FOLDER",
         help="an adapter for each skill, named after it (default: the demo's)",
