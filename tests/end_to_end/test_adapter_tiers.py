@@ -23,9 +23,9 @@ from serving.reader_processes import NUM_PROCESSES
 from serving.request import FinishReason, Mix, Request, RequestOutput, SamplingParams
 from tests.support.engines import run_to_end, token_ids
 from tests.support.manual_executor import ManualExecutor
-from tests.support.processes import is_running, wait_until
 from tests.support.tiny_checkpoints import write_adapter
 from tests.support.tiny_models import random_adapter, random_gated_set, tiny_model
+from tests.support.waiting import is_running, wait_until
 
 PROMPT = [5, 9, 2, 40, 7]
 SLOT_RANK = 4

@@ -27,8 +27,8 @@ from serving.adapter_reader import CutSettings, SlotMemory, error_fields, error_
 from serving.adapter_store import AdapterContents, AdapterStore
 from serving.errors import EngineError
 from serving.reader_processes import ReaderProcesses
-from tests.support.processes import PATIENCE_S, is_running, wait_until
 from tests.support.tiny_checkpoints import write_adapter
+from tests.support.waiting import PATIENCE_S, is_running, wait_until
 
 CONFIG = named_config("tiny")
 SLOT_RANK = 4

@@ -1,10 +1,12 @@
 """A real uvicorn on a free port, with a fake engine behind it."""
 
 import contextlib
+import json
+import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fastapi
 import httpx
@@ -20,6 +22,7 @@ from serving.queue_bound import QueueBound
 from serving.server import Server, ServerConfig, create_app, listen
 from tests.http.fake_engine import FakeEngine
 from tests.support.tiny_checkpoints import write_tokenizer
+from tests.support.waiting import PATIENCE_S
 
 VOCAB = 300
 MAX_MODEL_LEN = 128
@@ -86,12 +89,12 @@ def running(app: fastapi.FastAPI, async_engine: AsyncEngine, config: ServerConfi
     bound = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(PATIENCE_S)
     try:
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
         bound.close()
 
@@ -104,13 +107,14 @@ def url(engine: FakeEngine, registry: ModelRegistry, tokenizer: PreTrainedTokeni
 
 @pytest.fixture
 def client(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=10) as http:
+    with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
         yield http
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 2.0) -> None:
-    """Fails if the condition does not come true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)
+def begin_request(url: httpx.URL, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a completion was asked for; closing it is how a client leaves."""
+    connection = socket.create_connection((url.host, url.port))
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    return connection

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from checkpoints.errors import CheckpointError, MissingFileError
 from serving.request import FinishReason, Request, RequestOutput, TokenLogprob
+from tests.support.waiting import PATIENCE_S
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ class FakeEngine:
     def read_adapter(self, name: str, folder: Path) -> FakeAdapter:
         self.num_reads += 1
         time.sleep(self.read_s)
-        assert self.may_read.wait(10)
+        assert self.may_read.wait(PATIENCE_S)
         if not (folder / "weights").is_file():
             raise MissingFileError(f"adapter path {str(folder)!r} holds no weights")
         content = (folder / "weights").read_bytes()

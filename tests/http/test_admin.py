@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from serving.mixes import ModelRegistry
 from serving.server import ServerConfig
-from tests.http.conftest import serving, wait_until
+from tests.http.conftest import serving
 from tests.http.fake_engine import FakeEngine
+from tests.support.waiting import wait_until
 
 GREEDY = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -301,7 +302,7 @@ def test_more_loads_than_run_at_once_are_told_to_come_back(client: httpx.Client,
     engine.may_read.clear()
     with concurrent.futures.ThreadPoolExecutor(70) as pool:
         loads = [pool.submit(load, client, f"x{i % 4}", "one") for i in range(70)]
-        wait_until(lambda: sum(f.done() for f in loads) == 6, 10.0)
+        wait_until(lambda: sum(f.done() for f in loads) == 6)
         assert engine.num_reads == 4
         assert complete(client)  # requests go on meanwhile
         engine.may_read.set()

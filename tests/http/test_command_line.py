@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from dymerge_jax.serve import engine_config, main, make_parser, make_server_conf
 from serving.config import EngineConfig
 from serving.mixes import GatedSetEntry, ModelRegistry
 from serving.server import ServerConfig
-from tests.http.conftest import make_entry, wait_until
+from tests.http.conftest import make_entry
 from tests.support.tiny_checkpoints import write_adapter, write_tiny_llama
+from tests.support.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -217,12 +217,11 @@ class Process:
         lines = iter(self.process.stdout.readline, "")
         self.url = next(m[0] for line in lines if (m := re.search(r"http://127.0.0.1:\d+", line)))
 
-    def end(self, signal_number: int) -> tuple[int, float, str]:
-        """Exit status, seconds it took, and what it logged."""
-        start_s = time.monotonic()
+    def end(self, signal_number: int) -> tuple[int, str]:
+        """Exit status, and what it logged."""
         self.process.send_signal(signal_number)
-        _, log = self.process.communicate(timeout=30)
-        return self.process.returncode, time.monotonic() - start_s, log
+        _, log = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, log
 
 
 @pytest.mark.slow
@@ -236,27 +235,25 @@ def test_a_signal_while_starting_ends_at_once(tiny: Path, signal_number: int) ->
     while b"compiling" not in log:  # the progress bar: many programs are left
         log += (chunk := os.read(process.stderr.fileno(), 4096))
         assert chunk, log
-    start_s = time.monotonic()
     process.send_signal(signal_number)
-    _, rest = process.communicate(timeout=30)
-    assert time.monotonic() - start_s < 2
+    _, rest = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
+    assert b"stopped while starting" in rest
     assert b"Traceback" not in log + rest
 
 
 def stream_for_long(url: str) -> Any:
     body = {"prompt": "x", "max_tokens": 60_000, "ignore_eos": True, "stream": True}
-    return httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30)
+    return httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_drains_and_ends_within_seconds(tiny: Path, signal_number: int) -> None:
+def test_a_signal_drains_and_ends(tiny: Path, signal_number: int) -> None:
     server = Process(tiny, "--drain-s", "1")
-    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=30).status_code == 200
-    status, seconds, log = server.end(signal_number)
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=PATIENCE_S).status_code == 200
+    status, log = server.end(signal_number)
     assert status == 0
-    assert seconds < 5
     assert "Traceback" not in log
 
 
@@ -265,15 +262,14 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     # An answer so long that it cannot end between the two interrupts.
     config = dataclasses.replace(named_config("tiny"), max_position=65_536)
     model = write_tiny_llama(tmp_path / "long", config=config)
-    server = Process(model, "--max-model-len", str(config.max_position), "--drain-s", "60")
+    server = Process(model, "--max-model-len", str(config.max_position), "--drain-s", str(10 * PATIENCE_S))
     with stream_for_long(server.url) as response:
         assert response.status_code == 200
         next(response.iter_lines())
         server.process.send_signal(signal.SIGINT)
-        wait_until(lambda: httpx_refused(server.url), 5)
-        status, seconds, log = server.end(signal.SIGINT)
+        wait_until(lambda: httpx_refused(server.url))
+        status, log = server.end(signal.SIGINT)
         assert status == 130
-        assert seconds < 2
         assert "Traceback" not in log
 
 

@@ -2,12 +2,10 @@
 
 import concurrent.futures
 import contextlib
-import json
 import shutil
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,9 @@ from serving.prompts import PromptEncoder
 from serving.queue_bound import QueueBound
 from serving.request import FinishReason, Phase, Request, RequestOutput
 from serving.server import create_app
-from tests.http.conftest import running, wait_until
+from tests.http.conftest import begin_request, running
 from tests.support.tiny_checkpoints import write_adapter, write_gated_set, write_tiny_llama
+from tests.support.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.slow  # compiles every program of an engine
 
@@ -129,13 +128,28 @@ def test_e1_e6_unloading_frees_memory_and_a_name_that_is_used_again_serves_the_n
             assert client.post("/v1/completions", json={"prompt": "x", "model": "x"}).status_code == 404
 
 
-def test_running_and_waiting_requests_keep_what_they_began_with(client: httpx.Client, engine: Engine) -> None:
+def test_running_and_waiting_requests_keep_what_they_began_with(
+    client: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load(client, "x", "a")
     old, long = ask(client, model="x", max_tokens=64), {"model": "x", "max_tokens": 64}
+    step, scheduler = engine.step, engine.scheduler
+
+    def num_held() -> tuple[int, int]:
+        return scheduler.num_running, len(scheduler.waiting)
+
+    def step_until_half_of_eight_run() -> list[RequestOutput]:  # there are four rows
+        if num_held() == (0, 8):
+            return step()
+        time.sleep(0.01)
+        return []
+
+    monkeypatch.setattr(engine, "step", step_until_half_of_eight_run)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(ask, client, **long) for _ in range(8)]  # four rows: half of them wait
-        wait_until(lambda: engine.scheduler.num_running == 4 and len(engine.scheduler.waiting) == 4)
+        asked = [pool.submit(ask, client, **long) for _ in range(8)]
+        wait_until(lambda: num_held() == (4, 4))
         assert load(client, "x", "c", load_inplace=True).status_code == 200
+        monkeypatch.setattr(engine, "step", step)
         new = ask(client, **long)
         assert {f.result() for f in asked} == {old}
     assert ask(client, **long) == new != old
@@ -242,39 +256,41 @@ def test_j1_j3_a_client_that_leaves_gives_everything_back_in_every_state(
     client: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch, state: str, is_stream: bool
 ) -> None:
     load(client, "x", "c")
-    num_free, step, may_copy, requests = engine.scheduler.block_pool.num_free, engine.step, threading.Event(), []
+    num_free, step, abort = engine.scheduler.block_pool.num_free, engine.step, AsyncEngine.abort
+    may_copy, has_left, requests, num_steps_after = threading.Event(), threading.Event(), [], 0
 
-    def slow_step() -> list[RequestOutput]:
-        time.sleep(0.02)
-        return step()
+    def step_until_client_leaves() -> list[RequestOutput]:
+        nonlocal num_steps_after
+        num_steps_after += has_left.is_set()
+        outputs = step()
+        if STATES[state](requests[0]):
+            assert has_left.wait(PATIENCE_S)
+        return outputs
+
+    def note_abort(async_engine: AsyncEngine, request_ids: Iterable[str]) -> None:
+        abort(async_engine, request_ids)
+        has_left.set()
 
     def add_request(request: Request) -> None:
         requests.append(request)
         Engine.add_request(engine, request)
 
-    monkeypatch.setattr(engine, "step", slow_step)
+    monkeypatch.setattr(engine, "step", step_until_client_leaves)
+    monkeypatch.setattr(AsyncEngine, "abort", note_abort)
     monkeypatch.setattr(engine, "add_request", add_request)
     if state == "behind a load":
-        engine.loader._copiers.submit(may_copy.wait, 10)  # the one thread that copies has something else to do
+        engine.loader._copiers.submit(may_copy.wait, PATIENCE_S)  # the one thread that copies has something else to do
     body = {"prompt": "x" * 80, "max_tokens": 15, "ignore_eos": True, "model": "x", "stream": is_stream}
-    with contextlib.closing(send(client.base_url, body)):
-        wait_until(lambda: bool(requests) and STATES[state](requests[0]), 5.0)
+    with contextlib.closing(begin_request(client.base_url, body)):
+        wait_until(lambda: requests and STATES[state](requests[0]))
         if state == "behind a load":
             time.sleep(0.1)  # and stays there
             assert STATES[state](requests[0])
-    wait_until(lambda: requests[0].is_finished and not engine.has_work, 1.0)
+    wait_until(lambda: requests[0].is_finished and not engine.has_work)
     assert requests[0].finish_reason is FinishReason.ABORT
+    assert num_steps_after <= 1
     may_copy.set()
     engine.check_integrity()
     assert engine.scheduler.block_pool.num_free == num_free
     assert not engine.slot_cache.num_pins
     assert ask(client, model="x")
-
-
-def send(url: httpx.URL, body: dict[str, Any]) -> socket.socket:
-    """A connection on which a request was sent."""
-    connection = socket.create_connection((url.host, url.port))
-    content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
-    connection.sendall(head.encode() + content)
-    return connection

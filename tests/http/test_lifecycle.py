@@ -3,8 +3,6 @@
 import concurrent.futures
 import itertools
 import json
-import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +13,11 @@ from transformers import PreTrainedTokenizerFast
 from serving.mixes import ModelRegistry
 from serving.request import RequestOutput
 from serving.server import ServerConfig
-from tests.http.conftest import serving, wait_until
+from tests.http.conftest import begin_request, serving
 from tests.http.fake_engine import FakeEngine
+from tests.support.waiting import wait_until
 
-LONG = {"prompt": "Hello", "max_tokens": 100, "temperature": 0}
+LONG = {"prompt": "Hello", "max_tokens": 100, "temperature": 0}  # five seconds
 
 
 @pytest.fixture
@@ -27,33 +26,27 @@ def engine(tokenizer: PreTrainedTokenizerFast) -> FakeEngine:
 
 
 @pytest.mark.parametrize("num_events", [0, 1, 3])
-def test_j1_a_stream_whose_client_leaves_is_aborted_within_a_second(
-    client: httpx.Client, engine: FakeEngine, num_events: int
-) -> None:
+def test_j1_a_stream_whose_client_leaves_is_aborted(client: httpx.Client, engine: FakeEngine, num_events: int) -> None:
     with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
         lines = response.iter_lines()
         for _ in range(2 * num_events):  # each event is a line and an empty one
             next(lines)
-    wait_until(lambda: not engine.held and len(engine.aborted) == 1, 1.0)
+    wait_until(lambda: not engine.held and len(engine.aborted) == 1)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_j3_a_client_that_leaves_is_noticed_while_its_request_waits_and_while_it_runs(
     url: str, engine: FakeEngine, is_stream: bool
 ) -> None:
-    body = json.dumps(LONG | {"stream": is_stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    address = httpx.URL(url)
-    connections = [socket.create_connection((address.host, address.port)) for _ in range(2)]  # one runs, one waits
-    for connection in connections:
-        connection.sendall(head + body)
+    body = LONG | {"stream": is_stream}
+    connections = [begin_request(httpx.URL(url), body) for _ in range(2)]  # one runs, one waits
     wait_until(lambda: len(engine.held) == 2)
     running, waiting = (r for r in engine.held.values())
     wait_until(lambda: running.num_output_tokens > 0)
     assert waiting.num_output_tokens == 0
     for connection in connections:
         connection.close()
-    wait_until(lambda: not engine.held and len(engine.aborted) == 2, 1.0)
+    wait_until(lambda: not engine.held and len(engine.aborted) == 2)
     assert httpx.get(f"{url}/health").status_code == 200
 
 
@@ -61,7 +54,7 @@ def test_all_choices_of_a_request_end_with_its_client(client: httpx.Client, engi
     with client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "n": 5}) as response:
         next(response.iter_lines())
         assert len(engine.held) == 5
-    wait_until(lambda: not engine.held, 1.0)
+    wait_until(lambda: not engine.held and len(engine.aborted) == 5)
 
 
 def test_sixteen_clients_at_once_get_what_each_gets_alone(url: str, engine: FakeEngine) -> None:
@@ -132,16 +125,14 @@ def test_stopping_lets_short_requests_end_and_cuts_long_ones_off(
     engine: FakeEngine, registry: ModelRegistry, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     engine.max_running, engine.step_s = 8, 0.5  # slow until all three have arrived
-    config = ServerConfig(port=0, drain_s=1.0)
+    config = ServerConfig(port=0, drain_s=2.5)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         with serving(engine, registry, tokenizer, config) as url:
             short = pool.submit(httpx.post, f"{url}/v1/completions", json=LONG | {"max_tokens": 10}, timeout=20)
             long = pool.submit(httpx.post, f"{url}/v1/completions", json=LONG, timeout=20)
             stream = pool.submit(httpx.post, f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=20)
             wait_until(lambda: len(engine.held) == 3)
-            engine.step_s = 0.02
-            start_s = time.monotonic()
-        assert time.monotonic() - start_s < 3
+            engine.step_s = 0.05
         assert short.result().status_code == 200
         assert long.result().status_code == 503
         assert "shutting down" in list(stream_contents(stream.result()))[-1]["error"]["message"]
@@ -153,7 +144,7 @@ def test_requests_beyond_the_queue_are_refused_before_any_token_and_counted(
     with serving(engine, registry, tokenizer, max_waiting=2) as url, httpx.Client(base_url=url) as client:
         assert client.post("/v1/completions", json=LONG | {"n": 3}).status_code == 400  # could never wait
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
-            first = pool.submit(client.post, "/v1/completions", json=LONG | {"max_tokens": 20})
+            first = pool.submit(client.post, "/v1/completions", json=LONG)
             wait_until(lambda: any(r.num_output_tokens for r in engine.held.values()))
             others = [pool.submit(client.post, "/v1/completions", json=LONG | {"max_tokens": 1}) for _ in range(2)]
             wait_until(lambda: len(engine.held) == 3)
@@ -164,6 +155,7 @@ def test_requests_beyond_the_queue_are_refused_before_any_token_and_counted(
                 assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
                 assert "of at most 2 (--max-waiting)" in error["message"]
                 assert 1 <= int(refused.headers["retry-after"]) <= 60
+            engine.step_s = 0.0
             assert [f.result().status_code for f in (first, *others)] == [200] * 3
         assert 'dymerge_requests_refused_total{reason="queue_full"} 2.0' in client.get("/metrics").text
         assert client.post("/v1/completions", json=LONG | {"max_tokens": 1}).status_code == 200

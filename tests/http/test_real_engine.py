@@ -16,8 +16,9 @@ from serving.async_engine import AsyncEngine
 from serving.engine import Engine
 from serving.prompts import PromptEncoder
 from serving.server import ServerConfig, create_app
-from tests.http.conftest import running, wait_until
+from tests.http.conftest import running
 from tests.support.tiny_checkpoints import write_adapter, write_gated_set, write_tiny_llama
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow  # compiles every program of an engine
 

@@ -24,6 +24,7 @@ from serving.server import ServerConfig, create_app
 from serving.service import OpenAIService
 from tests.http.conftest import MAX_MODEL_LEN, VOCAB, make_entry, running, serving
 from tests.http.fake_engine import FakeEngine
+from tests.support.waiting import PATIENCE_S
 
 HIDDEN = 300
 EXAMPLES = {"a": ["aaa", "aa a"], "b": ["bbb", "bb"], "c": ["ccc"]}
@@ -52,7 +53,7 @@ class CountingEmbedder:
     def dispatch(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
         self.threads.add(threading.get_ident())
         self.batches.append(len(rows))
-        assert self.may_run.wait(10)
+        assert self.may_run.wait(PATIENCE_S)
         if self.errors:
             raise self.errors.pop()
         assert 0 < len(rows) <= MAX_ROWS

@@ -1,4 +1,4 @@
-"""Waiting for processes, and telling whether one runs."""
+"""Waiting for what other threads and processes do, for so long that a busy machine decides no test."""
 
 import time
 from collections.abc import Callable
