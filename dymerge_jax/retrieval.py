@@ -1,9 +1,9 @@
-"""Which adapters a prompt asks for, from a few example prompts of each (LoraRetriever), without a second model.
+"""Which adapters a prompt asks for, from a few example prompts of each (LoraRetriever), which needs no second model.
 
-A prompt is cut into pieces (sentences), each piece becomes a vector by the base model (`embedding`), and one linear
-map, fitted to the pieces of all examples, scores every adapter for every piece. An adapter's score is that of its best
-piece, so that a prompt that asks for two things finds the adapters of both. Fitting is a ridge regression in closed
-form: what all adapters' examples share, such as the way their data are written, gets no weight.
+A prompt is cut into pieces (sentences), each piece becomes a vector by the base model, or by another (`embedding`), and
+one linear map, fitted to the pieces of all examples, scores every adapter for every piece. An adapter's score is that
+of its best piece, so that a prompt that asks for two things finds the adapters of both. Fitting is a ridge regression
+in closed form: what all adapters' examples share, such as the way their data are written, gets no weight.
 
 Measured on the demo model with eight skills of three phrasings, 12 examples an adapter, words that no example had: of
 prompts for one skill, for two, and for two in one sentence, the share whose adapters are found.
@@ -177,8 +177,8 @@ class RetrievalIndex:
         """Embeds the examples and fits the scores to them.
 
         Args:
-          model: the base model's weights on the device (`Model.split`).
-          tokenizer: a transformers tokenizer with a backend of `tokenizers`.
+          model: the base model's weights on the device (`Model.split`), or another model's.
+          tokenizer: of that model, a transformers tokenizer with a backend of `tokenizers`.
           examples: prompts by adapter, a dozen each, of the phrasings to expect; the first `MAX_EXAMPLES` are used.
 
         Raises:

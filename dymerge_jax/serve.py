@@ -69,8 +69,9 @@ def serve(options: argparse.Namespace) -> NoReturn:
     server_config = make_server_config(options)
     with _listen(server_config) as bound:
         try:
+            embedding_model = load_embedding_model(options)
             parts = build(options, config)
-            run(*parts, server_config, bound, build_retrieval(options, *parts))
+            run(*parts, server_config, bound, build_retrieval(options, *parts, embedding_model))
         except RuntimeError as error:  # jax's errors, of which one is no mistake of ours: memory is full
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -118,15 +119,30 @@ def build(options: argparse.Namespace, config: EngineConfig) -> "tuple[Engine, L
     return engine, loaded, registry
 
 
+def load_embedding_model(options: argparse.Namespace) -> "LoadedModel | None":
+    """The model that embeds prompts, if it is not to be the served one: before the engine counts the memory left."""
+    from checkpoints.formats import load_model
+
+    return options.retrieval_model and load_model(options.retrieval_model, progress=True)
+
+
 def build_retrieval(
-    options: argparse.Namespace, engine: "Engine", loaded: "LoadedModel", registry: "ModelRegistry"
+    options: argparse.Namespace,
+    engine: "Engine",
+    loaded: "LoadedModel",
+    registry: "ModelRegistry",
+    embedding_model: "LoadedModel | None" = None,
 ) -> "PromptIndex | None":
     """The index from which adapters are found for a prompt; None where no adapter has examples.
+
+    Args:
+      embedding_model: embeds in place of the served model.
 
     Raises:
       ValueError, OSError: If a file of examples cannot be used, or names an adapter that there is not.
     """
     from dymerge_jax.example_lines import read_prompts_by_adapter
+    from dymerge_jax.model import model_from_params
     from serving.retrieval import build_index
 
     given = {} if options.retrieval_examples is None else read_prompts_by_adapter(Path(options.retrieval_examples))
@@ -137,7 +153,10 @@ def build_retrieval(
             "loaded; add --adapters"
         )
     folders = {name: Path(adapter.root) for name, adapter in registry.adapters.items()}
-    return build_index(loaded, engine.model, folders, given, is_wanted=options.retrieval)
+    if embedding_model is None:
+        return build_index(loaded.tokenizer, engine.model, folders, given, is_wanted=options.retrieval)
+    model = model_from_params(embedding_model.config, embedding_model.params)
+    return build_index(embedding_model.tokenizer, model, folders, given, is_wanted=True)
 
 
 def adapters_and_gated_sets(options: argparse.Namespace, config: EngineConfig) -> tuple[list[str], list[str]]:
@@ -255,11 +274,12 @@ def _interrupt(signal_number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _refuse_contradictions(options: argparse.Namespace) -> None:
-    if options.retrieval is False and options.retrieval_examples is not None:
-        raise ValueError(
-            f"--retrieval-examples {options.retrieval_examples} is given with --no-retrieval, which finds adapters by "
-            "no examples; leave out one of the two"
-        )
+    for name in ("retrieval_examples", "retrieval_model"):
+        if options.retrieval is False and (given := getattr(options, name)) is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {given} is given with --no-retrieval, which finds no adapters for a "
+                "prompt; leave out one of the two"
+            )
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
@@ -336,6 +356,12 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         help='JSON lines {"adapter": "legal", "prompt": "..."}: what prompts for each adapter look like, from which '
         '"adapter_mix": "auto" finds the adapters of a request; they count in place of the examples.jsonl in the '
         "adapter's folder (default: those files alone)",
+    )
+    group.add_argument(
+        "--retrieval-model",
+        metavar="PATH",
+        help="another model that compares prompts with examples, given as --model is; a small one disturbs the steps "
+        "of a large served model less, and takes memory of its own (default: the served model, with half its layers)",
     )
     group.add_argument(
         "--retrieval",

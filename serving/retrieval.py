@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from checkpoints.loaded_model import LoadedModel
 from dymerge_jax.embedding import MAX_ROWS, TokenEmbedder
 from dymerge_jax.example_lines import EXAMPLES_FILE, read_prompts
 from dymerge_jax.model import SplitModel
@@ -59,7 +58,7 @@ class PromptIndex:
 
     Attributes:
       embedder: compiled.
-      tokenizer: of the base model.
+      tokenizer: of the model that embeds.
       given: prompts by adapter from a file of their own, which count in place of those in the adapter's folder.
       vectors: by adapter, for each of its examples.
     """
@@ -74,8 +73,8 @@ class PromptIndex:
         """Compiles what embeds, embeds all examples and fits the scores.
 
         Args:
-          model: weights on the device.
-          tokenizer: of the base model.
+          model: embeds; on the device.
+          tokenizer: of that model.
           examples: prompts of the adapters that have some, by name; see `read_examples`.
           given: see above; adapters that are not loaded may be loaded later.
 
@@ -117,7 +116,7 @@ def usable_folder_examples(folder: Path) -> list[str]:
 
 
 def build_index(
-    loaded: LoadedModel,
+    tokenizer: Any,
     model: SplitModel,
     folders: Mapping[str, Path],
     given: Mapping[str, Sequence[str]],
@@ -127,8 +126,8 @@ def build_index(
     """The index of a server, or None for one without, which then costs nothing.
 
     Args:
-      loaded: for its tokenizer.
-      model: weights on the device.
+      tokenizer: of `model`; None if its directory has none.
+      model: embeds; the served one or another, on the device.
       folders: of all adapters, by name.
       given: see `PromptIndex`.
       is_wanted: None for an index where an adapter has examples, as far as they can be used.
@@ -141,13 +140,13 @@ def build_index(
     examples = read_examples(folders, given, is_wanted=is_wanted)
     if is_wanted is None and not examples:
         return None
-    if loaded.tokenizer is None:
+    if tokenizer is None:
         raise ValueError(
-            "adapters are to be found by example prompts, but the model directory has no tokenizer; add one, or start "
-            "with --no-retrieval"
+            "adapters are to be found by example prompts, but the directory of the model that compares them has no "
+            "tokenizer; add one, or start with --no-retrieval"
         )
     start_s = time.perf_counter()
-    index = PromptIndex(model, loaded.tokenizer, examples, given)
+    index = PromptIndex(model, tokenizer, examples, given)
     logger.info(
         "retrieval: %d of %d adapters may be found, by %d examples; compiled and embedded in %.1f s",
         len(index.vectors), len(folders), sum(map(len, index.vectors.values())), time.perf_counter() - start_s,

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,18 @@ import httpx
 import openai
 import pytest
 
+from checkpoints.errors import MissingFileError
 from checkpoints.loaded_model import LoadedModel
 from dymerge_jax.config import named_config
-from dymerge_jax.serve import build, build_retrieval, engine_config, make_parser, make_server_config
+from dymerge_jax.retrieval import tokenized_pieces
+from dymerge_jax.serve import (
+    build,
+    build_retrieval,
+    engine_config,
+    load_embedding_model,
+    make_parser,
+    make_server_config,
+)
 from serving.async_engine import AsyncEngine
 from serving.engine import Engine
 from serving.mixes import AdapterEntry, ModelRegistry
@@ -30,6 +39,7 @@ from tests.support.waiting import PATIENCE_S, wait_until
 pytestmark = pytest.mark.slow  # compiles every program of an engine
 
 CONFIG = named_config("tiny")
+NARROW = dataclasses.replace(CONFIG, vocab=300, hidden=32)
 EXAMPLES = {
     "a": ["Shout it. Items: lamp", "Shout it. Items: river, stone", "All caps. Items: apple"],
     "b": ["Sign it. Items: chair", "Add a name. Items: table, window", "Sign it. Items: garden"],
@@ -49,6 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Adapters a and b with examples, c with examples in a file of its own, d without, late and bad to load."""
     path = tmp_path_factory.mktemp("auto")
     write_tiny_llama(path / "tiny")
+    write_tiny_llama(path / "narrow", config=NARROW)
     for seed, name in enumerate("abcd"):
         write_adapter(path / "adapters" / name, CONFIG, rank=4, alpha=4, seed=seed)
     for name in "ab":
@@ -286,15 +297,45 @@ def test_an_adapter_with_a_link_in_place_of_examples_is_not_loaded(
     assert not {"linked", "auto:1"} & {card["id"] for card in client.get("/v1/models").json()["data"]}
 
 
-def test_flags_decide_whether_there_is_an_index(started: Started, folder: Path) -> None:
+IndexOf = Callable[..., PromptIndex | None]
+
+
+@pytest.fixture
+def index_of(started: Started, folder: Path) -> IndexOf:
+    """The index of a server with these adapters and flags."""
     _, engine, _, loaded = started
 
-    def index_of(adapters: str, *flags: str) -> PromptIndex | None:
+    def build_index(adapters: str, *flags: str) -> PromptIndex | None:
         options = make_parser().parse_args(flags_of(folder, *flags))
         entries = [AdapterEntry(n, str(folder / "adapters" / n), 1, n, n) for n in adapters]
         registry = ModelRegistry("tiny", "tiny", entries, [], num_slots=8, slot_rank=4)
-        return build_retrieval(options, engine, loaded, registry)
+        return build_retrieval(options, engine, loaded, registry, load_embedding_model(options))
 
+    return build_index
+
+
+def test_another_model_compares_prompts_by_its_own_tokens_if_it_is_given(
+    index_of: IndexOf, folder: Path, tmp_path: Path
+) -> None:
+    other = str(folder / "narrow")
+    index = index_of("abd", "--retrieval-model", other)
+    assert index is not None
+    assert index.embedder.hidden == NARROW.hidden
+    assert len(index.tokenizer) == NARROW.vocab
+    assert index.scorer is not None
+    for name in "ab":
+        vectors = index.embedder(tokenized_pieces(index.tokenizer, ASKED[name]))
+        assert [c.name for c in index.scorer.top_k(vectors, 1)] == [name]
+    assert index_of("d", "--retrieval-model", other) is not None  # adapters that are loaded later may have examples
+    (shutil.copytree(other, tmp_path / "silent") / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="the directory of the model that compares them has no tokenizer"):
+        index_of("abd", "--retrieval-model", str(tmp_path / "silent"))
+    with pytest.raises(MissingFileError, match="nowhere"):
+        index_of("abd", "--retrieval-model", str(folder / "nowhere"))
+
+
+def test_flags_decide_whether_there_is_an_index(started: Started, folder: Path, index_of: IndexOf) -> None:
+    _, engine, _, loaded = started
     assert index_of("d") is None
     assert index_of("abd", "--no-retrieval") is None
     empty, found = index_of("d", "--retrieval"), index_of("abd")
@@ -309,7 +350,7 @@ def test_flags_decide_whether_there_is_an_index(started: Started, folder: Path) 
     registry = ModelRegistry("tiny", "tiny", [], [], num_slots=8, slot_rank=4)
     with pytest.raises(ValueError, match=r"more\.jsonl names 'c', not loaded; add --adapters"):
         build_retrieval(options, engine, loaded, registry)
-    with pytest.raises(ValueError, match="the model directory has no tokenizer"):
+    with pytest.raises(ValueError, match="the directory of the model that compares them has no tokenizer"):
         build_retrieval(
             make_parser().parse_args(["--retrieval"]), engine, dataclasses.replace(loaded, tokenizer=None), registry
         )

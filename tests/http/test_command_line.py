@@ -137,6 +137,7 @@ def test_a_port_in_use_is_found_out_before_anything_is_loaded(
         (["--admin-api-key", ""], "--admin-api-key"),
         (["--max-waiting", "0"], "--max-waiting"),
         (["--adapter-root", "nowhere at all"], "nowhere at all"),
+        (["--no-retrieval", "--retrieval-model", "x"], "--retrieval-model x is given with --no-retr"),
         (["--no-retrieval", "--retrieval-examples", "x.jsonl"], "--retrieval-examples x.jsonl is given with --no-retr"),
         (["--dtype", "int8"], "--dtype"),
         (["--adapter", "x"], "--adapter"),
