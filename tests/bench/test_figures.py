@@ -61,7 +61,6 @@ def test_every_figure_of_the_paper_has_its_numbers(results: list[Path]):
 
 @pytest.mark.slow
 def test_figures_are_drawn_as_png(results: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    pytest.importorskip("matplotlib")
     out = tmp_path / "figures"
     assert figures.main(["--from", *map(str, results), "--out", str(out)]) == 0
     pictures = sorted(path.name for path in out.glob("*.png"))

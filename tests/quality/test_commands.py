@@ -1,7 +1,6 @@
 """`python -m dymerge_jax.quality train` and `run`, end to end on a tiny model."""
 
 import dataclasses
-import importlib.util
 import json
 import re
 import shlex
@@ -71,7 +70,7 @@ def test_every_way_is_measured_and_what_fails_is_shown(folder: Path, capsys: pyt
     assert {row["skill"] for row in found["stream"]} == {"sign", "json", "all"}
     assert [(tuple(r["task"]), r["prompts"]) for r in found["retrieval"]][-1] == (("sign", "reverse"), "instructed")
     assert set(found["searches"]["sign+reverse"]["weights"]) == {"echo", "json", "reverse", "sign"}
-    for name in ("skills.png", "pairs.png") if importlib.util.find_spec("matplotlib") else ():
+    for name in ("skills.png", "pairs.png"):
         assert (folder / "all" / name).read_bytes().startswith(b"\x89PNG")
 
     table = (folder / "all" / TABLE_FILE).read_text()
