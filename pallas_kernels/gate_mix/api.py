@@ -28,9 +28,9 @@ def gate_mix(
 ) -> Float[Array, "num_tokens num_gates num_slots"]:
     """Adds to the weights of each token's slots what the gates of the token's set give to the experts in them.
 
-    Semantics: y[t, g, s] = base[t, g or 0, s] + w[t, g, experts[t, s]] where experts[t, s] >= 0, else base[t, g or 0, s];
-    w[t, g] = softmax over the set's experts e of gates[layer, set_ids[t, g], g, e] @ x[t], or of its absolute value;
-    of these the top_k largest, ties going to the lower index, over their sum if the set's rule says so; the others 0.
+    Semantics: y[t, g, s] = base[t, g or 0, s] + (w[t, g, experts[t, s]] if experts[t, s] >= 0 else 0); w[t, g] are the
+    top_k largest, ties going to the lower index, of the softmax over the set's experts e of gates[layer, set_ids[t, g],
+    g, e] @ x[t] or of its absolute value, over their sum if the set's rule says so; 0 for the other experts.
 
     All products are float32. A token's result does not depend on the other tokens; x[t] may be anything, NaN included,
     where no gate reads it, and so may the gates of sets that no token uses and those past a set's experts.

@@ -1,4 +1,4 @@
-"""Plain jnp: this file defines what the op means. One matrix product for the gates of all sets, then a pick by token."""
+"""Plain jnp: this file defines what the op means. One product for the gates of all sets, then a pick by token."""
 
 import jax
 import jax.numpy as jnp
