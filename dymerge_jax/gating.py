@@ -1,8 +1,8 @@
 """Gated sets: a gate in each layer gives each token its weights over the set's adapters.
 
-All sets live in one padded array, so a batch whose rows use different sets evaluates every gate as one batched matrix
-product a layer; rows pick their set's result, experts past a set's own are masked, and the weights fill the gated
-columns of the mix matrix on the device, with no host round trip.
+All sets live in one padded array, so a batch whose rows use different sets evaluates all its gates at a site in one
+call of `gate_mix`: each row gets the weights that its own set's gate gives, added to the row's static ones in the mix
+matrix on the device, with no host round trip.
 """
 
 import dataclasses
@@ -15,6 +15,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dymerge_jax.config import LlamaConfig, ProjectionGroup
+from pallas_kernels.gate_mix import ALL_EXPERTS, NO_GATE, GateRules, gate_mix
+from pallas_kernels.gate_mix import Implementation as GateImplementation
+from pallas_kernels.gate_mix.reference import expert_weights
 from pallas_kernels.pytree import pytree_dataclass
 
 Granularity = Literal["layer", "projection"]
@@ -78,18 +81,15 @@ class GateArray:
         without sets of "projection" granularity.
       has_gate: by fused group, [num_sets, num_projections] bool: whether the set has gates for the projection; None
         without sets of "projection" granularity.
-      num_experts, top_k: [num_sets] int32.
-      renormalize, is_absolute, is_per_projection: [num_sets] bool.
+      rules: [num_sets] each.
+      is_per_projection: [num_sets] bool.
       expert_of_slot: [num_sets, num_slots] int32, the expert whose adapter lies in the slot, -1 for none.
     """
 
     layer: Float[Array, "num_layers num_sets max_experts hidden"] | None
     projection: dict[str, Float[Array, "num_layers num_sets num_projections max_experts in_features"]] | None
     has_gate: dict[str, Bool[Array, "num_sets num_projections"]] | None
-    num_experts: Int[Array, " num_sets"]
-    top_k: Int[Array, " num_sets"]
-    renormalize: Bool[Array, " num_sets"]
-    is_absolute: Bool[Array, " num_sets"]
+    rules: GateRules
     is_per_projection: Bool[Array, " num_sets"]
     expert_of_slot: Int[Array, "num_sets num_slots"]
 
@@ -125,10 +125,12 @@ def build_gate_array(config: LlamaConfig, sets: Sequence[GatedSetWeights], *, nu
         layer=None if layer is None else jnp.asarray(layer),
         projection=None if projection is None else {k: jnp.asarray(v) for k, v in projection.items()},
         has_gate=has_gate,
-        num_experts=jnp.asarray([s.num_experts for s in sets], jnp.int32),
-        top_k=jnp.asarray([s.top_k or s.num_experts for s in sets], jnp.int32),
-        renormalize=jnp.asarray([s.renormalize for s in sets], bool),
-        is_absolute=jnp.asarray([s.is_absolute for s in sets], bool),
+        rules=GateRules(
+            num_experts=jnp.asarray([s.num_experts for s in sets], jnp.int32),
+            top_k=jnp.asarray([s.top_k or s.num_experts for s in sets], jnp.int32),
+            renormalize=jnp.asarray([s.renormalize for s in sets], jnp.int32),
+            is_absolute=jnp.asarray([s.is_absolute for s in sets], jnp.int32),
+        ),
         is_per_projection=jnp.asarray([s.granularity == "projection" for s in sets], bool),
         expert_of_slot=jnp.full((len(sets), num_slots), -1, jnp.int32),
     )
@@ -159,13 +161,17 @@ class GatedTokens:
     """What the gates need to know of the tokens of a step; the same for all layers.
 
     Attributes:
-      set_ids: [num_tokens] int32, row of the gate array; any valid row where `is_gated` is False.
-      is_gated: [num_tokens] bool.
+      layer_set_ids: [num_tokens, 1] int32, the token's set if that has one gate a layer, else `NO_GATE`.
+      projection_set_ids: by fused group, [num_tokens, num_projections] int32, the token's set if that has a gate for
+        the projection, `ALL_EXPERTS` if it has gates for others only, else `NO_GATE`; None without sets of "projection"
+        granularity.
+      rules: [num_tokens] each, of the token's set; any rule for tokens without one.
       experts: [num_tokens, num_slots] int32, the token's expert in each slot, -1 for none.
     """
 
-    set_ids: Int[Array, " num_tokens"]
-    is_gated: Bool[Array, " num_tokens"]
+    layer_set_ids: Int[Array, "num_tokens 1"]
+    projection_set_ids: dict[str, Int[Array, "num_tokens num_projections"]] | None
+    rules: GateRules
     experts: Int[Array, "num_tokens num_slots"]
 
     @property
@@ -178,90 +184,94 @@ def gated_tokens(gates: GateArray, set_ids: Int[Array, " num_tokens"]) -> GatedT
     """Looks up each token's set; a negative id marks a token without one."""
     is_gated = set_ids >= 0
     ids = jnp.maximum(set_ids, 0)
-    experts = jnp.where(is_gated[:, None], gates.expert_of_slot[ids], -1)
-    return GatedTokens(set_ids=ids, is_gated=is_gated, experts=experts)
+    is_per_projection = gates.is_per_projection[ids]
 
+    def of_group(has_gate: Bool[Array, "num_sets num_projections"]) -> Int[Array, "num_tokens num_projections"]:
+        sources = jnp.where(has_gate[ids], ids[:, None], ALL_EXPERTS)
+        return jnp.where((is_gated & is_per_projection)[:, None], sources, NO_GATE)
 
-def mixture_weights(
-    gates: GateArray,
-    set_ids: Int[Array, " num_tokens"],
-    logits: Float[Array, "num_tokens num_gates max_experts"],
-) -> Float[Array, "num_tokens num_gates max_experts"]:
-    """Softmax over the experts of each token's set, then its top-k rule; zero past the set's experts.
-
-    Ties at the border of the top-k go to the expert of the lower index.
-    """
-    max_experts = logits.shape[-1]
-    expert = jnp.arange(max_experts, dtype=jnp.int32)
-    exists = expert[None, None, :] < gates.num_experts[set_ids][:, None, None]
-    logits = jnp.where(gates.is_absolute[set_ids][:, None, None], jnp.abs(logits), logits)
-    probs = jax.nn.softmax(jnp.where(exists, logits, -jnp.inf), axis=-1)
-    higher = probs[..., None, :] > probs[..., :, None]
-    tied_before = (probs[..., None, :] == probs[..., :, None]) & (expert[None, :] < expert[:, None])[None, None]
-    rank = (higher | tied_before).sum(-1, dtype=jnp.int32)
-    kept = jnp.where(exists & (rank < gates.top_k[set_ids][:, None, None]), probs, 0.0)
-    total = jnp.where(gates.renormalize[set_ids][:, None, None], kept.sum(-1, keepdims=True), 1.0)
-    return kept / total
-
-
-def _select(
-    x: Float[Array, "num_tokens in_features"],
-    gates: Float[Array, "num_sets num_gates max_experts in_features"],
-    set_ids: Int[Array, " num_tokens"],
-) -> Float[Array, "num_tokens num_gates max_experts"]:
-    """Logits of each token's own set: one matrix product for the gates of all sets, then a pick by row."""
-    num_sets, num_gates, max_experts, in_features = gates.shape
-    # For a GPU, XLA would take the layer's slice into the product's kernel and tune one for each layer: a minute.
-    gates = jax.lax.optimization_barrier(gates)
-    logits = jax.lax.dot_general(
-        x.astype(jnp.float32),
-        gates.reshape(-1, in_features),
-        (((1,), (1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST,
-    ).reshape(-1, num_sets, num_gates, max_experts)
-    return jnp.take_along_axis(logits, set_ids[:, None, None, None], axis=1)[:, 0]
+    return GatedTokens(
+        layer_set_ids=jnp.where(is_gated & ~is_per_projection, ids, NO_GATE)[:, None],
+        projection_set_ids=gates.has_gate and {name: of_group(has_gate) for name, has_gate in gates.has_gate.items()},
+        rules=jax.tree.map(lambda rule: rule[ids], gates.rules),
+        experts=jnp.where(is_gated[:, None], gates.expert_of_slot[ids], -1),
+    )
 
 
 def layer_weights(
     gates: GateArray, tokens: GatedTokens, layer: int | Int[Array, ""], x: Float[Array, "num_tokens hidden"]
 ) -> Float[Array, "num_tokens 1 max_experts"] | None:
-    """Mixture weights of the sets of "layer" granularity, from the input of q, k and v; None without such sets."""
+    """Weights of the experts by the gates of "layer" granularity, from the input of q, k and v; None without such sets.
+
+    Of no meaning for tokens without such a set.
+    """
     if gates.layer is None:
         return None
-    return mixture_weights(gates, tokens.set_ids, _select(x, gates.layer[layer][:, None], tokens.set_ids))
+    return expert_weights(x, gates.layer[layer][:, None], tokens.layer_set_ids, tokens.rules)
 
 
-def gated_columns(
+def add_layer_gates(
+    base: Float[Array, "num_tokens num_gates num_slots"],
+    gates: GateArray,
+    tokens: GatedTokens,
+    layer: int | Int[Array, ""],
+    x: Float[Array, "num_tokens hidden"],
+    *,
+    implementation: GateImplementation | None = None,
+) -> Float[Array, "num_tokens num_gates num_slots"]:
+    """A mix matrix plus what the gates of "layer" granularity give; the same matrix without such sets.
+
+    Args:
+      base: [num_tokens, 1, num_slots] float32 weights that do not come from gates.
+      gates, tokens, layer: whose gates, for which tokens, where.
+      x: input of q, k and v.
+      implementation: of `gate_mix`.
+    """
+    if gates.layer is None:
+        return base
+    return gate_mix(
+        x,
+        gates.layer[:, :, None],
+        tokens.layer_set_ids,
+        tokens.rules,
+        tokens.experts,
+        base,
+        layer=layer,
+        implementation=implementation,
+    )
+
+
+def add_projection_gates(
+    base: Float[Array, "num_tokens num_base_gates num_slots"],
     gates: GateArray,
     tokens: GatedTokens,
     layer: int | Int[Array, ""],
     group: ProjectionGroup,
     x: Float[Array, "num_tokens in_features"],
-    per_layer: Float[Array, "num_tokens 1 max_experts"] | None,
+    *,
+    implementation: GateImplementation | None = None,
 ) -> Float[Array, "num_tokens num_gates num_slots"]:
-    """The gated part of the mix matrix of one fused group: zero for tokens without a gated set.
+    """A mix matrix plus what the gates of one fused group give; the same matrix without sets of that granularity.
 
     Args:
+      base: [num_tokens, 1, num_slots] float32 weights that do not come from gates of projections.
       gates, tokens, layer, group: whose gates, for which tokens, where.
       x: input of the group's projections.
-      per_layer: `layer_weights` of this layer.
+      implementation: of `gate_mix`.
 
     Returns:
-      [num_tokens, num_gates, num_slots] float32; num_gates is 1 unless some set has a gate per projection.
+      [num_tokens, num_gates, num_slots] float32; num_gates is that of `base` or the number of projections.
     """
-    weights = per_layer
-    if gates.projection is not None:
-        assert gates.has_gate is not None
-        weights = mixture_weights(
-            gates, tokens.set_ids, _select(x, gates.projection[group.name][layer], tokens.set_ids)
-        )
-        weights = jnp.where(gates.has_gate[group.name][tokens.set_ids][:, :, None], weights, 1.0)
-        if per_layer is not None:
-            own = gates.is_per_projection[tokens.set_ids][:, None, None]
-            weights = jnp.where(own, weights, jnp.broadcast_to(per_layer, weights.shape))
-    assert weights is not None
-    experts = jnp.broadcast_to(
-        jnp.maximum(tokens.experts, 0)[:, None, :], (*weights.shape[:2], tokens.experts.shape[1])
+    if gates.projection is None:
+        return base
+    assert tokens.projection_set_ids is not None
+    return gate_mix(
+        x,
+        gates.projection[group.name],
+        tokens.projection_set_ids[group.name],
+        tokens.rules,
+        tokens.experts,
+        base,
+        layer=layer,
+        implementation=implementation,
     )
-    columns = jnp.take_along_axis(weights, experts, axis=2)
-    return jnp.where(tokens.is_used[:, None, :], columns, 0.0)

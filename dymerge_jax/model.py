@@ -6,7 +6,6 @@ weights copies each layer's weights first (11.2 ms a decode step against 4.15 on
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -18,11 +17,12 @@ from jaxtyping import Array, Float, Int
 
 from dymerge_jax.attention import AttentionContext, WholeSequences, attend
 from dymerge_jax.config import LlamaConfig
-from dymerge_jax.gating import GateArray, GatedTokens, gated_columns, layer_weights
+from dymerge_jax.gating import GateArray, GatedTokens, add_layer_gates, add_projection_gates
 from dymerge_jax.kv_cache import KVCache, LayerKV
 from dymerge_jax.lora import SlotArray
 from dymerge_jax.xlora import ExpertWeights, xlora_columns
 from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.gate_mix import Implementation as GateImplementation
 from pallas_kernels.lora_linear import Implementation as LinearImplementation
 from pallas_kernels.lora_linear import lora_linear, lora_swiglu, new_arrivals
 from pallas_kernels.maf_mvm.api import Implementation as MafImplementation
@@ -46,11 +46,13 @@ class Implementations:
       maf_mvm: named, it is what the linear layers call after their GEMM, unless `lora_linear` is named too.
       paged_attention: of attention.
       lora_linear: of a linear layer with its adapters.
+      gate_mix: of the gates of a site.
     """
 
     maf_mvm: MafImplementation | None = None
     paged_attention: AttentionImplementation | None = None
     lora_linear: LinearImplementation | None = None
+    gate_mix: GateImplementation | None = None
 
     @property
     def linear(self) -> LinearImplementation | None:
@@ -122,10 +124,7 @@ class LlamaLayer(nnx.Module):
     ) -> tuple[Stream, LayerKV]:
         x, h = self._normed(stream.x, stream.delta, self.input_norm)
         arrivals = stream.arrivals
-        per_layer = None
-        if mix.gates is not None and mix.tokens is not None:
-            with jax.named_scope("gate"):
-                per_layer = layer_weights(mix.gates, mix.tokens, layer, h)
+        layer_mix = self._layer_mix(h, mix, layer, implementations)
 
         def project(name: str, x: Float[Array, "num_tokens in_features"]) -> Array:
             nonlocal arrivals
@@ -135,7 +134,7 @@ class LlamaLayer(nnx.Module):
                     x,
                     getattr(self, name)[...],
                     mix.slots.groups[name],
-                    self._segments(name, x, mix, per_layer, layer),
+                    self._segments(name, x, mix, layer_mix, layer, implementations),
                     arrivals,
                     layer=layer,
                     site=len(_GROUPS) * layer + _GROUPS.index(name),
@@ -161,28 +160,53 @@ class LlamaLayer(nnx.Module):
         with jax.named_scope("norm"):
             return add_rms_norm(x, delta, weight[...], eps=self.config.rms_norm_eps)
 
+    def _layer_mix(
+        self,
+        h: Float[Array, "num_tokens hidden"],
+        mix: MixContext,
+        layer: int | Int[Array, ""],
+        implementations: Implementations,
+    ) -> Float[Array, "num_tokens 1 num_slots"] | None:
+        """The weights of this layer: static ones plus what one gate for the whole layer gives."""
+        if mix.segments is None:
+            return None
+        if mix.gates is None or mix.tokens is None:
+            return mix.segments.weights
+        with jax.named_scope("gate"):
+            return add_layer_gates(
+                mix.segments.weights, mix.gates, mix.tokens, layer, h, implementation=implementations.gate_mix
+            )
+
     def _segments(
         self,
         group: str,
         x: Float[Array, "num_tokens in_features"],
         mix: MixContext,
-        per_layer: Float[Array, "num_tokens 1 max_experts"] | None,
+        layer_mix: Float[Array, "num_tokens 1 num_slots"] | None,
         layer: int | Int[Array, ""],
+        implementations: Implementations,
     ) -> Segments | None:
-        """The step's segments with this group's weights: static ones plus what the gates give."""
-        if mix.segments is None:
+        """The step's segments with this group's weights: those of the layer plus what the group's own gates give."""
+        if mix.segments is None or layer_mix is None:
             return None
-        parts = []
+        if mix.gates is None and mix.expert_weights is None:
+            return mix.segments
+        weights = layer_mix
         with jax.named_scope("gate"):
             if mix.gates is not None and mix.tokens is not None:
-                parts.append(gated_columns(mix.gates, mix.tokens, layer, self.config.groups[group], x, per_layer))
+                weights = add_projection_gates(
+                    weights,
+                    mix.gates,
+                    mix.tokens,
+                    layer,
+                    self.config.groups[group],
+                    x,
+                    implementation=implementations.gate_mix,
+                )
             if mix.expert_weights is not None:
-                parts.append(xlora_columns(mix.expert_weights, layer, self.config.groups[group]))
-            if not parts:
-                return mix.segments
-            columns = functools.reduce(jnp.add, parts)
-            static = jnp.broadcast_to(mix.segments.weights, columns.shape)
-            segments = mix.segments.with_weights(static + columns)
+                columns = xlora_columns(mix.expert_weights, layer, self.config.groups[group])
+                weights = jnp.add(*jnp.broadcast_arrays(weights, columns))
+            segments = mix.segments.with_weights(weights)
             # A decode step is one tile, in which hardly a slot stays unused, and cannot afford the sort.
             return segments if segments.num_tiles == 1 else segments.compacted(mix.slots.groups[group].scale[layer])
 

@@ -163,6 +163,9 @@ def differentiable_implementations() -> Implementations:
     """Implementations that have gradients, by backend.
 
     On a CPU `dense`: all slots of a training step are in use, and its few large products are faster there than the
-    loop's many small ones. One launch for product and mix has no gradient; it would be for small steps only.
+    loop's many small ones. One launch for product and mix has no gradient, nor has one for the gates of a site; they
+    would be for small steps only.
     """
-    return Implementations(maf_mvm="dense" if jax.default_backend() == "cpu" else None, lora_linear="separate")
+    return Implementations(
+        maf_mvm="dense" if jax.default_backend() == "cpu" else None, lora_linear="separate", gate_mix="reference"
+    )

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dymerge_jax.gating import GatedSetWeights, build_gate_array, mixture_weights
+from dymerge_jax.gating import GatedSetWeights, build_gate_array
 from dymerge_jax.library import Model, pad_batch
-from dymerge_jax.model import params_of
+from dymerge_jax.model import Implementations, params_of
+from pallas_kernels.gate_mix.reference import mixture_weights
 from tests.support import numpy_llama
 from tests.support.tiny_models import random_adapter, random_gated_set, tiny_model
 
@@ -17,8 +18,12 @@ PROMPTS = [[5, 9, 2, 40, 7], [1, 2, 3], [100, 90, 80, 70, 60, 50, 40], [8, 8], [
 
 @pytest.fixture(scope="module")
 def gated_model() -> tuple[Model, dict, list[GatedSetWeights]]:
+    return make_gated_model(Implementations())
+
+
+def make_gated_model(implementations: Implementations) -> tuple[Model, dict, list[GatedSetWeights]]:
     split = tiny_model()
-    model = Model(split, None, adapter_slots=16, slot_rank=4)
+    model = Model(split, None, adapter_slots=16, slot_rank=4, implementations=implementations)
     adapters = {f"e{i}": random_adapter(split.config, rank=r, seed=i) for i, r in enumerate([4, 8, 3, 12, 1])}
     for name, adapter in adapters.items():
         model.add_adapter(name, adapter)
@@ -50,6 +55,20 @@ def test_a_batch_of_gated_static_and_base_rows_equals_a_loop_over_tokens(gated_m
     for row, (prompt, delta) in enumerate(zip(PROMPTS, deltas, strict=True)):
         want = numpy_llama.logits(model.config, params, prompt, delta)
         np.testing.assert_allclose(logits[row, : len(prompt)], want, atol=1e-4, err_msg=f"row {row}: {rows[row]}")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_one_launch_a_site_gives_the_tokens_of_the_library_product(gated_model) -> None:
+    reference, _, sets = gated_model
+    model, _, _ = make_gated_model(Implementations(gate_mix="pallas_triton"))
+    rows = [*(s.name for s in sets), {"e0": 0.7, "e3": -0.5}, {}]
+    actual, expected = (np.asarray(m.logits(pad_batch(PROMPTS), m.mix(rows))) for m in (model, reference))
+    for row, prompt in enumerate(PROMPTS):
+        own, other = actual[row, : len(prompt)], expected[row, : len(prompt)]
+        np.testing.assert_allclose(own, other, atol=2e-5)
+        np.testing.assert_array_equal(own.argmax(-1), other.argmax(-1))
+    assert (actual != expected).any(), "the two implementations are one"
 
 
 def test_the_rows_of_the_test_batch_differ_from_the_base_model(gated_model) -> None:
@@ -93,5 +112,5 @@ def test_equally_likely_experts_are_kept_by_their_order(top_k: int, kept: list[f
     tied = random_gated_set(config, "s", experts, granularity="layer", top_k=top_k, renormalize=True, seed=0)
     gates = build_gate_array(config, [tied], num_slots=1)
     assert gates is not None
-    weights = mixture_weights(gates, jnp.zeros(1, jnp.int32), jnp.ones((1, 1, 3)))
+    weights = mixture_weights(jnp.ones((1, 1, 3)), gates.rules)
     np.testing.assert_allclose(np.asarray(weights)[0, 0], kept, rtol=1e-6)

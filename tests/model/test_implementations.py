@@ -23,7 +23,12 @@ PROMPTS = [[5, 9, 2, 40, 7], [100, 90, 80], [1, 2, 3, 4, 5, 6]]
         pytest.param(Implementations("dense", "portable"), 2, id="dense", marks=pytest.mark.slow),
         pytest.param(Implementations("loop", "portable"), 2, id="cpu", marks=pytest.mark.slow),  # fast: test_gating.py
         pytest.param(Implementations("pallas_triton", "pallas_triton"), 1, id="gpu-1"),
-        pytest.param(Implementations("pallas_triton", "pallas_triton"), 2, id="gpu-2", marks=pytest.mark.slow),
+        pytest.param(
+            Implementations("pallas_triton", "pallas_triton", gate_mix="pallas_triton"),
+            2,
+            id="gpu-2",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_logits_of_static_gated_and_base_rows_equal_the_float64_model(

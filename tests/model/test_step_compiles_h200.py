@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,6 +71,18 @@ def compile_step(
     return compiled, num_bytes(cache), min(map(num_bytes, arrays))
 
 
+def assert_one_launch_reads_the_gates_of_a_site(program: str, num_layers: int) -> None:
+    """One for all groups of a layer and one for each; nothing else reads a gate array, in whole or in part."""
+    entry = program.split("ENTRY")[1]
+    arrays = re.findall(r"(%tables_gates_(?:layer|projection)[\w.]*) = f32\S* parameter", entry)
+    assert len(arrays) == 5, "the gate arrays are not among the program's parameters"
+    arrays += re.findall(rf"(%[\w.]+) = \S+ bitcast\((?:{'|'.join(map(re.escape, arrays))})\)", entry)
+    is_read = re.compile(rf" (?!bitcast)[\w-]+\([^)]*(?:{'|'.join(map(re.escape, arrays))})[,)]")
+    readers = [line for line in entry.splitlines() if " parameter(" not in line and is_read.search(line)]
+    assert len(readers) == 5 * num_layers
+    assert all("custom-call(" in line and "/gate_mix/" in line for line in readers)
+
+
 def num_bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
@@ -95,6 +108,8 @@ def test_a_step_program_compiles_and_updates_the_cache_in_place(h200, size, dtyp
     own = "lora_linear" if num_tokens <= 64 and dtype == jnp.bfloat16 else "maf_"
     assert own in kernels, f"{own}: our kernel is not in the program"
     assert "paged_attention" in kernels, "paged_attention's own kernel is not in the program"
+    if gated:
+        assert_one_launch_reads_the_gates_of_a_site(kernels, num_layers=2)
 
 
 @pytest.mark.slow

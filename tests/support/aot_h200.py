@@ -134,19 +134,24 @@ def _h200_topology() -> topologies.TopologyDescription:
         ) from error
 
 
-def triton_offsets(lowered: jax.stages.Lowered) -> set[tuple[str, str]]:
-    """(dtype of the array, integer type of the offset) of every pointer that the program's Triton kernels compute."""
+def triton_modules(lowered: jax.stages.Lowered) -> list[str]:
+    """The text of the program's Triton kernels, before Triton compiles them."""
     module: Any = lowered.compiler_ir()
-    found: set[tuple[str, str]] = set()
+    found = []
     for operation in _operations(module.operation):
         if operation.name != "stablehlo.custom_call" or "triton" not in str(operation.attributes["call_target_name"]):
             continue
         config = ir.DictAttr(operation.attributes["mhlo.backend_config"])
         with mlir.make_ir_context() as context:
             triton_dialect.register_dialect(context)
-            text = str(ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes))
-        found |= set(re.findall(r"tt\.addptr .*!tt\.ptr<(\w+)>>?, .*?(i32|i64)>?$", text, re.MULTILINE))
+            found.append(str(ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes)))
     return found
+
+
+def triton_offsets(lowered: jax.stages.Lowered) -> set[tuple[str, str]]:
+    """(dtype of the array, integer type of the offset) of every pointer that the program's Triton kernels compute."""
+    pattern = re.compile(r"tt\.addptr .*!tt\.ptr<(\w+)>>?, .*?(i32|i64)>?$", re.MULTILINE)
+    return {pair for text in triton_modules(lowered) for pair in pattern.findall(text)}
 
 
 def _operations(operation: Any) -> Iterator[Any]:
