@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -10,9 +9,6 @@ from pallas_kernels.gate_mix import reference
 from pallas_kernels.gate_mix.rules import GateRules
 
 Implementation = Literal["reference", "pallas_triton"]
-
-# The kernel reads a token's gates anew for each token: right for the rows of a decode step, wrong for a prefill.
-_MAX_KERNEL_TOKENS = 64
 
 
 def gate_mix(
@@ -43,8 +39,9 @@ def gate_mix(
       experts: [num_tokens, num_slots] int32, the expert whose adapter lies in the slot, -1 for none.
       base: [num_tokens, 1 or num_gates, num_slots] float32.
       layer: of `gates`, a Python int or an int32 scalar.
-      implementation: "reference" (differentiable) or "pallas_triton" (one launch, no gradient); None picks the kernel
-        on a GPU for up to 64 tokens. Not yet measured on a GPU.
+      implementation: "reference" (differentiable), which None picks, or "pallas_triton" (one launch, no gradient; it
+        reads the gates anew for each token, so it is for decode steps). The kernel compiles for an H200 and is not
+        picked before it has been measured on one.
 
     Returns:
       [num_tokens, num_gates, num_slots] float32.
@@ -59,25 +56,15 @@ def gate_mix(
     if isinstance(layer, int) and not 0 <= layer < gates.shape[0]:
         raise ValueError(f"layer is {layer}; expected 0 to {gates.shape[0] - 1}, for gates has {gates.shape[0]} layers")
     args = x, gates, set_ids, rules, experts, base, jnp.asarray(layer, jnp.int32)
-    match implementation or _pick(x.shape[0]):
-        case "reference":
+    match implementation:
+        case None | "reference":
             return reference.gate_mix(*args)
         case "pallas_triton":
             from pallas_kernels.gate_mix import pallas_triton  # the GPU backend is imported where it is used only
 
-            try:
-                return pallas_triton.gate_mix(*args)
-            except NotImplementedError:
-                if implementation is not None:
-                    raise
-                return reference.gate_mix(*args)
+            return pallas_triton.gate_mix(*args)
         case unknown:
             raise ValueError(f"implementation {unknown!r} is unknown; expected 'reference' or 'pallas_triton'")
-
-
-def _pick(num_tokens: int) -> Implementation:
-    is_kernel = jax.default_backend() == "gpu" and num_tokens <= _MAX_KERNEL_TOKENS
-    return "pallas_triton" if is_kernel else "reference"
 
 
 def _check_shapes(x: Array, gates: Array, set_ids: Array, rules: GateRules, experts: Array, base: Array) -> None:

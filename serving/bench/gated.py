@@ -5,9 +5,10 @@
 Every row of a closed batch uses one gated set of 8 experts, of which the top 2 keep a weight: "gated" has one gate a
 layer, "gated, each linear" one for each of its seven projections. In the static workload, each row mixes two of the
 same 8 adapters by weights that its request gives, so all 8 slots are active in every step, as they are where rows are
-gated. What the baselines model: `serving.bench.bench_engine`. All engines share one model of random weights; the tokens
-of a baseline are compared with ours. In bfloat16 they part at some token: a gate chooses another expert where two are
-as good but for rounding, and random weights amplify that.
+gated. "One launch" computes the gates of a site by the kernel of `gate_mix` in place of XLA's product. What the
+baselines model: `serving.bench.bench_engine`. All engines share one model of random weights; the tokens of a baseline
+are compared with ours. In bfloat16 they part at some token: a gate chooses another expert where two are as good but for
+rounding, and random weights amplify that.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import numpy as np
 from dymerge_jax.config import PROJECTIONS, LlamaConfig
 from dymerge_jax.gating import GatedSetWeights
 from dymerge_jax.model import Implementations, SplitModel
+from pallas_kernels.gate_mix import Implementation as GateImplementation
 from serving.adapter_store import AdapterStore
 from serving.batch import Bucket, Buckets
 from serving.bench.bench_engine import (
@@ -66,12 +68,14 @@ class Contestant:
       baseline: see `bench_engine`; "none" is this engine itself.
       is_per_projection: the gated set has a gate for each projection.
       workload: the batch.
+      gate_mix: implementation of the gates.
     """
 
     name: str
     baseline: str
     is_per_projection: bool
     workload: Workload
+    gate_mix: GateImplementation = "reference"
 
 
 def contestants(batch: int) -> list[Contestant]:
@@ -82,6 +86,8 @@ def contestants(batch: int) -> list[Contestant]:
         Contestant("static mixes of 2", "none", False, static),
         Contestant("gated", "none", False, gated),
         Contestant("gated, each linear", "none", True, gated),
+        Contestant("gated, one launch", "none", False, gated, "pallas_triton"),
+        Contestant("gated, each linear, one launch", "none", True, gated, "pallas_triton"),
         Contestant("gated, bmm", "bmm", False, gated),
         Contestant("gated, naive", "naive", False, gated),
         Contestant("gated, each linear, naive", "naive", True, gated),
@@ -122,6 +128,7 @@ def make_engine(contestant: Contestant, model: SplitModel, options: argparse.Nam
     )
     buckets = Buckets(decode=(Bucket(batch, batch),), mixed=(Bucket(_PREFILL_TOKENS, batch),))
     implementations = BASELINE_IMPLEMENTATIONS.get(contestant.baseline, Implementations())
+    implementations = dataclasses.replace(implementations, gate_mix=contestant.gate_mix)
     return Engine(model, None, store, sets, engine_config, buckets=buckets, implementations=implementations)
 
 
@@ -135,21 +142,24 @@ def measure(contestant: Contestant, model: SplitModel, options: argparse.Namespa
     return last | {
         "workload": contestant.name,
         "baseline": contestant.baseline,
+        "gated": isinstance(contestant.workload, GatedWorkload),
         "is_per_projection": contestant.is_per_projection,
+        "gate_mix": contestant.gate_mix,
         "tokens_repeat": before["tokens"] == last["tokens"],
     }
 
 
-def compare_tokens(rows: Sequence[dict[str, Any]]) -> None:
-    """Puts the share of first tokens that a baseline has in common with ours in place of its tokens."""
-    ours = {
-        row["is_per_projection"]: row["tokens"] for row in rows if row["baseline"] == "none"
-    }  # the gated ones: last
-    for row in rows:
-        tokens = row.pop("tokens")
-        if row["baseline"] != "none":
-            pairs = list(zip(tokens, ours[row["is_per_projection"]], strict=True))
-            row["first_tokens_like_ours"] = sum(a[0] == b[0] for a, b in pairs) / len(pairs)
+def compare_tokens(row: dict[str, Any], ours: dict[bool, Any]) -> None:
+    """Puts the share of first tokens that a gated row has in common with ours in place of its tokens.
+
+    Args:
+      row: of the result.
+      ours: tokens of this engine as it is, with a gate a layer and, by True, with one for each projection; filled.
+    """
+    tokens = row.pop("tokens")
+    if row["gated"]:
+        pairs = list(zip(tokens, ours.setdefault(row["is_per_projection"], tokens), strict=True))
+        row["first_tokens_like_ours"] = sum(a[0] == b[0] for a, b in pairs) / len(pairs)
 
 
 def print_report(result: dict[str, Any]) -> None:
@@ -159,13 +169,13 @@ def print_report(result: dict[str, Any]) -> None:
         f"adapters of rank {settings['rank']} in {settings['slots']} slots, prompt {settings['prompt_len']} + output "
         f"{settings['output_len']} tokens"
     )
-    head = f"{'workload':26} {'TPOT ms':>8} {'p90':>7} {'/ static':>8} {'/ gated':>8} {'1st =':>8} {'repeats':>7}"
+    head = f"{'workload':31} {'TPOT ms':>8} {'p90':>7} {'/ static':>8} {'/ gated':>8} {'1st =':>8} {'repeats':>7}"
     print(f"{head}  same twice")
     static_ms, gated_ms = (row["tpot_ms_median"] for row in rows[:2])
     for r in rows:
         ms, share = r["tpot_ms_median"], r.get("first_tokens_like_ours")
         print(
-            f"{r['workload']:26} {ms:8.3f} {r['tpot_ms_p90']:7.3f} {ms / static_ms:8.2f} {ms / gated_ms:8.2f} "
+            f"{r['workload']:31} {ms:8.3f} {r['tpot_ms_p90']:7.3f} {ms / static_ms:8.2f} {ms / gated_ms:8.2f} "
             f"{'-' if share is None else f'{share:.2f}':>8} {r['repeats']:7d}  {r['tokens_repeat']}"
         )
 
@@ -191,13 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.slots < NUM_EXPERTS:
         parser.error(f"--slots is {options.slots}; expected at least {NUM_EXPERTS}, one for each expert")
     model = make_model(EngineSpec(options.shape, options.dtype, rank=options.rank))
-    rows = []
-    for contestant in contestants(options.batch):
-        start_s = time.perf_counter()
-        rows.append(measure(contestant, model, options))
-        tpot_ms, took_s = rows[-1]["tpot_ms_median"], time.perf_counter() - start_s
-        logging.info("%s: TPOT %.3f ms, measured in %.0f s", contestant.name, tpot_ms, took_s)
-    compare_tokens(rows)
+    rows: list[dict[str, Any]] = []
     result = {
         "command": shlex.join(["python", "-m", "serving.bench.gated", *(arguments or sys.argv[1:])]),
         "commit": current_commit(),
@@ -206,9 +210,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
         "rows": rows,
     }
+    ours: dict[bool, Any] = {}
+    for contestant in contestants(options.batch):
+        start_s = time.perf_counter()
+        row = measure(contestant, model, options)
+        compare_tokens(row, ours)
+        rows.append(row)
+        logging.info(
+            "%s: TPOT %.3f ms, measured in %.0f s",
+            contestant.name, row["tpot_ms_median"], time.perf_counter() - start_s,
+        )  # fmt: skip
+        if options.out is not None:  # what has been measured stays if the rest is not
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
     print_report(result)
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

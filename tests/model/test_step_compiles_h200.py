@@ -14,7 +14,7 @@ from dymerge_jax.config import named_config
 from dymerge_jax.gating import build_gate_array
 from dymerge_jax.kv_cache import empty_cache
 from dymerge_jax.lora import empty_slots
-from dymerge_jax.model import abstract_model
+from dymerge_jax.model import Implementations, abstract_model
 from dymerge_jax.step import StepTables, forward_step, sample_step, split_weights
 from dymerge_jax.step_batch import NUM_SEQ_FIELDS, packed_len, packed_rows
 from dymerge_jax.xlora import build_xlora_array
@@ -64,7 +64,8 @@ def compile_step(
         array = jax.eval_shape(lambda: build_xlora_array(xlora_sets, num_slots=NUM_SLOTS))
         tables = dataclasses.replace(tables, xlora=array, scaling_tables=block_tables)
     structure, weights = split_weights(model.graph, model.state)
-    step = functools.partial(forward_step, structure, num_seqs=num_seqs)
+    implementations = Implementations(gate_mix="pallas_triton" if gated else None)
+    step = functools.partial(forward_step, structure, num_seqs=num_seqs, implementations=implementations)
     batch = ints(packed_len(num_tokens, num_seqs))
     compiled = h200.compile(step, weights, cache, ints(NUM_ROWS), tables, batch, donate_argnums=(1, 2))
     arrays = [*cache.layers, *(array for g in slots.groups.values() for array in (g.a, g.b))]
