@@ -80,8 +80,8 @@ class TrainingConfig:
     steps: int = 100
     lr: float = 2e-3
     batch_size: int = 8
-    gate_steps: int = 200
-    gate_lr: float = 1e-2
+    gate_steps: int = 600
+    gate_lr: float = 2e-2
     gate_top_k: int | None = None
     granularity: Granularity = "layer"
     balance: float = 0.0
