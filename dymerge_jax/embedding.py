@@ -1,4 +1,4 @@
-"""Short texts to vectors by the base model itself: the mean hidden state of a text's tokens in the middle of the model.
+"""Short texts to vectors by the base model or another: the mean hidden state of a text's tokens in its middle layer.
 
 Only the first half of the layers runs, without adapters and without a cache. One program embeds the tokens, one runs a
 layer and one takes the mean; all layers share theirs, so that a size compiles in the time of one layer.

@@ -187,8 +187,9 @@ class LlamaLayer(nnx.Module):
         implementations: Implementations,
     ) -> Segments | None:
         """The step's segments with this group's weights: those of the layer plus what the group's own gates give."""
-        if mix.segments is None or layer_mix is None:
+        if mix.segments is None:
             return None
+        assert layer_mix is not None
         if mix.gates is None and mix.expert_weights is None:
             return mix.segments
         weights = layer_mix

@@ -77,7 +77,7 @@ def serve(options: argparse.Namespace) -> NoReturn:
                 raise
             raise ValueError(
                 f"the device's memory is full ({str(error).splitlines()[0]}); lower --adapter-slots, --slot-rank, "
-                "--num-blocks or --max-num-seqs"
+                "--num-blocks or --max-num-seqs, or take a smaller --retrieval-model if there is one"
             ) from error
     # Past the interpreter's own end, which frees the compiled programs one by one: six seconds for the demo on a CPU.
     logging.shutdown()
@@ -123,7 +123,7 @@ def load_embedding_model(options: argparse.Namespace) -> "LoadedModel | None":
     """The model that embeds prompts, if it is not to be the served one: before the engine counts the memory left."""
     from checkpoints.formats import load_model
 
-    return options.retrieval_model and load_model(options.retrieval_model, progress=True)
+    return None if options.retrieval_model is None else load_model(options.retrieval_model, progress=True)
 
 
 def build_retrieval(

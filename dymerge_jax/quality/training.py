@@ -59,7 +59,7 @@ class TrainingConfig:
       has_gate: train a gate over the adapters of all skills but `echo`.
       rank, alpha: of the adapters.
       steps, lr, batch_size: of an adapter.
-      gate_steps, gate_lr: of the gate.
+      gate_steps, gate_lr: of the gate; as the demo's gate over four skills was trained (benchmarks/RESULTS.md).
       gate_top_k: experts that keep a weight; None keeps all.
       granularity: one gate a layer, or one a projection.
       balance: see `GateJob`.

@@ -86,11 +86,11 @@ def contestants(batch: int) -> list[Contestant]:
         Contestant("static mixes of 2", "none", False, static),
         Contestant("gated", "none", False, gated),
         Contestant("gated, each linear", "none", True, gated),
-        Contestant("gated, one launch", "none", False, gated, "pallas_triton"),
-        Contestant("gated, each linear, one launch", "none", True, gated, "pallas_triton"),
         Contestant("gated, bmm", "bmm", False, gated),
         Contestant("gated, naive", "naive", False, gated),
         Contestant("gated, each linear, naive", "naive", True, gated),
+        Contestant("gated, one launch", "none", False, gated, "pallas_triton"),
+        Contestant("gated, each linear, one launch", "none", True, gated, "pallas_triton"),
     ]
 
 
@@ -142,7 +142,7 @@ def measure(contestant: Contestant, model: SplitModel, options: argparse.Namespa
     return last | {
         "workload": contestant.name,
         "baseline": contestant.baseline,
-        "gated": isinstance(contestant.workload, GatedWorkload),
+        "is_gated": isinstance(contestant.workload, GatedWorkload),
         "is_per_projection": contestant.is_per_projection,
         "gate_mix": contestant.gate_mix,
         "tokens_repeat": before["tokens"] == last["tokens"],
@@ -157,8 +157,8 @@ def compare_tokens(row: dict[str, Any], ours: dict[bool, Any]) -> None:
       ours: tokens of this engine as it is, with a gate a layer and, by True, with one for each projection; filled.
     """
     tokens = row.pop("tokens")
-    if row["gated"]:
-        pairs = list(zip(tokens, ours.setdefault(row["is_per_projection"], tokens), strict=True))
+    if row["is_gated"] and (own := ours.setdefault(row["is_per_projection"], tokens)) is not tokens:
+        pairs = list(zip(tokens, own, strict=True))
         row["first_tokens_like_ours"] = sum(a[0] == b[0] for a, b in pairs) / len(pairs)
 
 

@@ -99,7 +99,7 @@ def test_a_client_that_vanishes_ends_its_request(url: str, engine: FakeEngine):
     async def run() -> list[Record]:
         async with contextlib.aclosing(HttpClient(url, vocab=VOCAB)) as client:
             await client.connect()
-            records, _ = await replay(client, [TraceRequest(0.0, 4, 100)], drain_s=5, vanish=lambda position: 1.0)
+            records, _ = await replay(client, [TraceRequest(0.0, 4, 100)], drain_s=5, vanish=lambda position: 2.0)
         return records
 
     (record,) = asyncio.run(run())

@@ -125,14 +125,14 @@ def test_stopping_lets_short_requests_end_and_cuts_long_ones_off(
     engine: FakeEngine, registry: ModelRegistry, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     engine.max_running, engine.step_s = 8, 0.5  # slow until all three have arrived
-    config = ServerConfig(port=0, drain_s=2.5)
+    config = ServerConfig(port=0, drain_s=4.0)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         with serving(engine, registry, tokenizer, config) as url:
             short = pool.submit(httpx.post, f"{url}/v1/completions", json=LONG | {"max_tokens": 10}, timeout=20)
             long = pool.submit(httpx.post, f"{url}/v1/completions", json=LONG, timeout=20)
             stream = pool.submit(httpx.post, f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=20)
             wait_until(lambda: len(engine.held) == 3)
-            engine.step_s = 0.05
+            engine.step_s = 0.08  # the short one takes a second now, the long ones eight
         assert short.result().status_code == 200
         assert long.result().status_code == 503
         assert "shutting down" in list(stream_contents(stream.result()))[-1]["error"]["message"]
@@ -146,6 +146,7 @@ def test_requests_beyond_the_queue_are_refused_before_any_token_and_counted(
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             first = pool.submit(client.post, "/v1/completions", json=LONG)
             wait_until(lambda: any(r.num_output_tokens for r in engine.held.values()))
+            engine.step_s = 1.0  # it stays until the others have been refused
             others = [pool.submit(client.post, "/v1/completions", json=LONG | {"max_tokens": 1}) for _ in range(2)]
             wait_until(lambda: len(engine.held) == 3)
             for body in (LONG, LONG | {"stream": True}):

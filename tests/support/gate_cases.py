@@ -53,7 +53,7 @@ def random_case(
     *,
     sets: Sequence[int] = tuple(range(-1, 3)) * 4,
     in_features: int = 100,
-    sizes: Sequence[int] = (4, 5, 1),
+    sizes: Sequence[int] = (4, 1, 5),
     num_gates: int = 2,
     num_slots: int = 12,
     dtype: Any = jnp.float32,
@@ -65,7 +65,7 @@ def random_case(
       rng: random numbers.
       sets: of each token; -1 for tokens without one, whose x is NaN. The last of several sets lacks its last gate.
       in_features, num_gates, num_slots: shapes.
-      sizes: number of experts of each set. Each set has one random rule, and two experts that tie.
+      sizes: number of experts of each set. Each set has one random rule, and of several experts two that tie.
       dtype: of x.
       is_base_shared: base has one weight for all gates.
     """
@@ -84,7 +84,7 @@ def random_case(
     gates = np.full((NUM_LAYERS, len(sizes), num_gates, max(sizes), in_features), np.nan, np.float32)
     for set_id, gate in {(int(s), gate) for s in ids[ids >= 0] for gate in np.nonzero(has_gate[s])[0]}:
         matrix = rng.normal(size=(sizes[set_id], in_features)) * 2 * in_features**-0.5
-        matrix[rng.integers(0, sizes[set_id])] = matrix[0]
+        matrix[rng.integers(1, sizes[set_id]) if sizes[set_id] > 1 else 0] = matrix[0]
         gates[LAYER, set_id, gate, : sizes[set_id]] = matrix
     expert_of_slot = np.stack([rng.integers(-1, n, num_slots) for n in sizes])
     return GateCase(
