@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jax.experimental import pallas as pl
+
 MAX_EXPERTS = 128
 """Of one set: the ranks of the top-k are counted in registers, by a comparison of each expert with each."""
 
@@ -44,19 +46,15 @@ def kernel_config(*, max_experts: int, in_features: int, num_slots: int) -> Kern
         raise NotImplementedError(
             f"a set has {max_experts} experts, but pallas_triton ranks up to {MAX_EXPERTS}; use 'reference'"
         )
-    padded_experts = max(2, _next_power_of_2(max_experts))
-    whole = _next_power_of_2(in_features + 1) // 2  # the largest power of two that fits
+    padded_experts = max(2, pl.next_power_of_2(max_experts))
+    whole = pl.next_power_of_2(in_features + 1) // 2  # the largest power of two that fits
     block_features = min(whole, _MAX_TILE // padded_experts)
     rest = in_features % block_features
     tile = padded_experts * block_features
     return KernelConfig(
         padded_experts=padded_experts,
         block_features=block_features,
-        tail_features=_next_power_of_2(rest) if rest else 0,
-        block_slots=min(_next_power_of_2(num_slots), _MAX_LOOKUP // padded_experts),
-        num_warps=min(_next_power_of_2(-(-tile // _MIN_TILE_PER_WARP)), _MAX_WARPS),
+        tail_features=pl.next_power_of_2(rest) if rest else 0,
+        block_slots=min(pl.next_power_of_2(num_slots), _MAX_LOOKUP // padded_experts),
+        num_warps=min(pl.next_power_of_2(-(-tile // _MIN_TILE_PER_WARP)), _MAX_WARPS),
     )
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()

@@ -6,6 +6,8 @@ import json
 from importlib import resources
 from typing import Any
 
+from jax.experimental import pallas as pl
+
 MIN_DOT_SIZE = 16  # the tensor cores' smallest tile side
 _FEW_ROWS = 64  # then blocks are small: most have a row or two, and less shared memory lets more programs run
 MAX_TOKENS = 64  # more tokens want the library's GEMM: weights are then no longer what takes the time
@@ -93,8 +95,8 @@ def pick_config(problem: Problem, *, has_adapters: bool = True) -> KernelConfig:
     num_rows = max(problem.num_rows, MIN_DOT_SIZE)
     return dataclasses.replace(
         config,
-        tail_rows=min(config.tail_rows, _next_power_of_two(num_rows)),
-        shrink_rows=min(config.shrink_rows, _next_power_of_two(num_rows)),
+        tail_rows=min(config.tail_rows, pl.next_power_of_2(num_rows)),
+        shrink_rows=min(config.shrink_rows, pl.next_power_of_2(num_rows)),
     )
 
 
@@ -152,10 +154,6 @@ def _by_rule(problem: Problem) -> KernelConfig:
         num_stages=4 if p.num_tokens <= 32 else 3,
         num_warps=4,
     )
-
-
-def _next_power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def _power_of_two_factor(n: int) -> int:

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jax.experimental import pallas as pl
+
 # A program of the shrink keeps this many bytes of x and A in shared memory; two or three programs then share an SM.
 _SHRINK_SHARED_BYTES = 96 * 1024
 _MAX_TILE_SIZE = 64
@@ -61,7 +63,7 @@ def token_tile_size(num_tokens: int) -> int:
 
     A power of two from 16 to 64. A and B are read once per tile, so a tile is as large as registers allow.
     """
-    return min(max(_next_power_of_two(num_tokens), _MIN_DOT_SIZE), _MAX_TILE_SIZE)
+    return min(max(pl.next_power_of_2(num_tokens), _MIN_DOT_SIZE), _MAX_TILE_SIZE)
 
 
 def pick_config(
@@ -81,7 +83,7 @@ def pick_config(
     """
     _check_supported(tile_size, slot_rank, in_features, widths)
     is_decode = num_tiles == 1
-    num_rows = max(_next_power_of_two(num_slots * slot_rank), _MIN_DOT_SIZE)
+    num_rows = max(pl.next_power_of_2(num_slots * slot_rank), _MIN_DOT_SIZE)
     shrink_rows = min(16 if is_decode else 32, num_rows)
     shrink_columns = min(_power_of_two_factor(in_features), 128 // dtype_bytes)  # a row of 128 B fills a cache line
     num_loads = in_features // shrink_columns
@@ -131,10 +133,6 @@ def _check_supported(tile_size: int, slot_rank: int, in_features: int, widths: t
 
 def _is_power_of_two(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
-
-
-def _next_power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def _power_of_two_factor(n: int) -> int:
