@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 
 MIN_DOT_SIZE = 16  # the tensor cores' smallest tile side
 _FEW_ROWS = 64  # then blocks are small: most have a row or two, and less shared memory lets more programs run
+_MANY_ROWS = 2048  # rank rows of all slots; with more, A and B may be most of what a launch reads
 MAX_TOKENS = 64  # more tokens want the library's GEMM: weights are then no longer what takes the time
 
 
@@ -69,8 +70,13 @@ class Problem:
     is_swiglu: bool
 
     @property
+    def has_many_rows(self) -> bool:
+        """Whether large adapters may take most of the time, for which there may be other choices."""
+        return self.num_rows > _MANY_ROWS
+
+    @property
     def key(self) -> str:
-        """Of the table of measured choices; the number of slots does not matter to them."""
+        """Of the table of measured choices; of the number of slots only `has_many_rows` matters to them."""
         kind = "swiglu" if self.is_swiglu else "linear"
         return f"{kind} {self.in_features}->{'+'.join(map(str, self.widths))} tokens {self.num_tokens}"
 
@@ -78,8 +84,8 @@ class Problem:
 def pick_config(problem: Problem, *, has_adapters: bool = True) -> KernelConfig:
     """The measured choice for one problem, or a rule's.
 
-    Without adapters there may be a better one, with the same splits: they alone decide in which order a sum is taken,
-    and a row on the base model must get the same bits whether others have adapters or not.
+    Without adapters there may be a better one, and for many rank rows, with the same splits: they alone decide in which
+    order a base product is summed, and a row on the base model must get the same bits whatever others have.
 
     Raises:
       NotImplementedError: If the kernel does not support the shapes.
@@ -90,6 +96,8 @@ def pick_config(problem: Problem, *, has_adapters: bool = True) -> KernelConfig:
     config = config or _by_rule(problem)
     if not has_adapters:
         config = dataclasses.replace(config, **measured["plain"].get(problem.key, {}))
+    elif problem.has_many_rows:
+        config = dataclasses.replace(config, **measured["many_rows"].get(problem.key, {}))
     if problem.num_rows <= _FEW_ROWS:
         config = dataclasses.replace(config, tail_rows=_FEW_ROWS // 2, shrink_rows=_FEW_ROWS // 2)
     num_rows = max(problem.num_rows, MIN_DOT_SIZE)
@@ -118,7 +126,8 @@ def check_supported(problem: Problem) -> None:
 def _measured() -> dict[str, Any]:
     """Made on an H200 by `python -m pallas_kernels.lora_linear.tune`.
 
-    "configs" holds whole configurations by `Problem.key`, "plain" the fields in which those without adapters differ.
+    "configs" holds whole configurations by `Problem.key`, "plain" the fields in which those without adapters differ,
+    "many_rows" those in which the ones for many rank rows do.
     """
     return json.loads(resources.files(__package__).joinpath("h200.json").read_text())
 
@@ -139,18 +148,19 @@ def _by_rule(problem: Problem) -> KernelConfig:
         and p.in_features // (splits * 2) >= 512
     ):
         splits *= 2
+    # What the measured shapes have in common.
     num_loads = p.in_features // depth
-    shrink_splits = _largest_divisor(num_loads, at_most=4)
+    shrink_splits = _largest_divisor(num_loads, at_most=8)
     return KernelConfig(
         columns=columns,
         depth=depth,
         splits=splits,
-        tail_rows=64,
-        shrink_rows=16,
+        tail_rows=64 if p.num_tokens <= 32 else 128,
+        shrink_rows=32 if p.num_tokens <= 16 else 64,
         shrink_columns=depth,
         shrink_splits=shrink_splits,
         shrink_programs=132,
-        shrink_unroll=_largest_divisor(num_loads // shrink_splits, at_most=4),
+        shrink_unroll=_largest_divisor(num_loads // shrink_splits, at_most=2 if p.num_tokens <= 32 else 1),
         num_stages=4 if p.num_tokens <= 32 else 3,
         num_warps=4,
     )

@@ -1,13 +1,15 @@
 """Measures block sizes of the one-launch kernel and writes the table that `config.pick_config` reads.
 
     python -m pallas_kernels.lora_linear.tune --shape llama-3-8b llama-3.2-1b --out pallas_kernels/lora_linear/h200.json
+    python -m pallas_kernels.lora_linear.tune --rank 64 --out pallas_kernels/lora_linear/h200.json
 
 From the present choice, all problems side by side: first the sizes of the main programs together ("main"), then those
 of the shrink programs ("shrink"), then single fields; last, for steps without adapters, the main programs' sizes once
 more, with the same splits ("plain"). One timed call runs the op for several layers, so that weights come from memory;
 the score is the mean time over batches without adapters, with one adapter a token, and with three. Every candidate's
 output is checked against the float32 reference before it may win. Problems that are not tuned stay in the table as they
-are. Never run in production: what serves is what was committed.
+are. With more rank rows than 2048 (--slots times --rank), what is tuned is how the adapters are read, and the table holds
+that beside the choice for fewer. Never run in production: what serves is what was committed.
 """
 
 import argparse
@@ -41,12 +43,15 @@ MAIN_FIELDS = ("columns", "depth", "splits", "num_stages")
 MAIN_SIZES = tuple(itertools.product((64, 128), (64, 128), (1, 2, 4, 8), (3, 4, 5)))
 SHRINK_FIELDS = ("shrink_rows", "shrink_splits", "shrink_programs", "shrink_unroll")
 SHRINK_SIZES = tuple(itertools.product((32, 64), (1, 2, 4, 8), (66, 132, 264), (1, 2, 4)))
+LARGE_SHRINK_SIZES = tuple(itertools.product((64, 128), (2, 4, 8), (132, 264), (1, 2)))
 CANDIDATES: dict[str, tuple[int, ...]] = {
     "tail_rows": (32, 64, 128),
     "shrink_columns": (64, 128),
     "num_warps": (4, 8),
+    "num_stages": (3, 4, 5),
 }
 ROUNDS = ("main", "shrink", *CANDIDATES, "plain")
+MANY_ROWS_ROUNDS = ("shrink", "tail_rows", "num_stages", "shrink_columns")
 _MAX_SHARED_BYTES = 200e3
 _NUM_PROGRAMS = (60, 280)  # fewer leave multiprocessors idle, more come in a second wave
 _PASSES = 3  # over the layers in one call, so that the device has work for longer than the host needs to launch it
@@ -273,8 +278,9 @@ def options_of(config: KernelConfig, round_name: str, problem: Problem) -> list[
             if round_name == "plain":
                 candidates = [config, *(c for c in candidates if c.splits == config.splits)]
         case "shrink":
+            all_sizes = LARGE_SHRINK_SIZES if problem.has_many_rows else SHRINK_SIZES
             candidates = [
-                dataclasses.replace(config, **dict(zip(SHRINK_FIELDS, sizes, strict=True))) for sizes in SHRINK_SIZES
+                dataclasses.replace(config, **dict(zip(SHRINK_FIELDS, sizes, strict=True))) for sizes in all_sizes
             ]
         case field:
             candidates = [dataclasses.replace(config, **{field: v}) for v in CANDIDATES[field]]
@@ -289,7 +295,12 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--rank", type=int, default=8, help="rank rows of a slot")
     parser.add_argument("--layers", type=int, default=8, help="layers a call: more bytes than the L2 cache holds")
-    parser.add_argument("--rounds", nargs="+", choices=ROUNDS, default=list(ROUNDS))
+    parser.add_argument(
+        "--rounds",
+        nargs="+",
+        choices=ROUNDS,
+        help=f"(default: all; with many rank rows {' '.join(MANY_ROWS_ROUNDS)}, and no others)",
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the table to this JSON file")
     options = parser.parse_args()
@@ -299,8 +310,12 @@ def main() -> None:
         for g in options.group
         for t in options.tokens
     ]
+    possible = MANY_ROWS_ROUNDS if cases[0].problem.has_many_rows else ROUNDS
+    rounds = options.rounds or possible
+    if unknown := set(rounds) - set(possible):
+        parser.error(f"--rounds {' '.join(sorted(unknown))} is for fewer rank rows; expected of {' '.join(possible)}")
     print(f"device {jax.devices()[0].device_kind}, jax {jax.__version__}, {len(cases)} problems", flush=True)
-    for best in tune(cases, options.rounds, options.repeats):
+    for best in tune(cases, rounds, options.repeats):
         for case, choice in zip(cases, best, strict=True):
             times = {k: round(v, 1) for k, v in (choice.times or {}).items()}
             print(f"  {case.problem.key}: us a layer {times}, without adapters {choice.plain_us:.1f}", flush=True)
@@ -314,7 +329,15 @@ def _table(cases: list[Case], best: list[Choice]) -> dict[str, Any]:
     command = shlex.join(["python", "-m", "pallas_kernels.lora_linear.tune", *sys.argv[1:]])
     for case, choice in zip(cases, best, strict=True):
         key = case.problem.key
-        table["made_by"][key] = f"{command} ({jax.devices()[0].device_kind}, jax {jax.__version__})"
+        made_by = f"{command} ({jax.devices()[0].device_kind}, jax {jax.__version__})"
+        if case.problem.has_many_rows:
+            fewer = dataclasses.asdict(pick_config(dataclasses.replace(case.problem, num_rows=MIN_DOT_SIZE * 64)))
+            fields = {k: v for k, v in dataclasses.asdict(choice.config).items() if v != fewer[k]}
+            table["many_rows"][key] = fields
+            table["made_by"][f"{key} many rows"] = made_by
+            table["us_per_layer"][f"{key} many rows"] = dict(choice.times or {})
+            continue
+        table["made_by"][key] = made_by
         table["us_per_layer"][key] = dict(choice.times or {})
         table["configs"][key] = dataclasses.asdict(choice.config)
         if choice.plain_us < float("inf"):

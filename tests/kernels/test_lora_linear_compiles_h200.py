@@ -154,7 +154,7 @@ def test_every_named_shape_compiles(h200: H200, model: str, group: Group, num_to
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_slots", "slot_rank"), [(1, 8), (64, 4), (64, 16), (64, 32), (256, 8)])
+@pytest.mark.parametrize(("num_slots", "slot_rank"), [(1, 8), (64, 4), (64, 16), (64, 32), (256, 8), (1024, 8)])
 def test_every_slot_array_compiles(h200: H200, num_slots: int, slot_rank: int) -> None:
     case = structs("llama-3-8b", "qkv", num_tokens=32, num_slots=num_slots, slot_rank=slot_rank)
     assert len(launches_of(lower_group(h200, "qkv", case).compile())) == 1

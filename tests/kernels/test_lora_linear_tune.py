@@ -44,7 +44,7 @@ def all_problems() -> list[Problem]:
         for model in named_shapes().values()
         for group in GROUPS
         for num_tokens in (16, 32, 64)
-        for num_rows in (8, 24, 1024, 2048)
+        for num_rows in (8, 24, 1024, 2048, 8192)
     ]
 
 
@@ -76,12 +76,12 @@ def assert_can_run(config: KernelConfig, problem: Problem) -> None:
 
 def assert_all_can_run(problem: Problem) -> None:
     """The choices for steps with adapters, with few and without, which must add sums up in the same order."""
-    few = dataclasses.replace(problem, num_rows=min(problem.num_rows, 64))
-    with_adapters, without = pick_config(problem), pick_config(problem, has_adapters=False)
-    assert_can_run(with_adapters, problem)
+    without = pick_config(problem, has_adapters=False)
     assert_can_run(without, problem)
-    assert_can_run(pick_config(few), few)
-    assert without.splits == with_adapters.splits == pick_config(few).splits
+    for num_rows in (problem.num_rows, min(problem.num_rows, 64), 8192):
+        other = dataclasses.replace(problem, num_rows=num_rows)
+        assert_can_run(pick_config(other), other)
+        assert pick_config(other).splits == without.splits
 
 
 def test_every_picked_configuration_can_run_and_fits_into_shared_memory() -> None:
@@ -90,7 +90,7 @@ def test_every_picked_configuration_can_run_and_fits_into_shared_memory() -> Non
 
 
 def test_the_rule_can_run_where_nothing_was_measured(tmp_path: Path, read_table_from: Callable[[Path], None]) -> None:
-    (tmp_path / "h200.json").write_text('{"configs": {}, "plain": {}}')
+    (tmp_path / "h200.json").write_text('{"configs": {}, "plain": {}, "many_rows": {}}')
     read_table_from(tmp_path)
     odd = [(48, (16,)), (80, (16, 16)), (1296, (272,)), (11008, (4096,)), (3584, (3584, 512, 512))]
     others = [Problem(tokens, 512, i, widths, False) for i, widths in odd for tokens in (16, 64)]
@@ -100,7 +100,7 @@ def test_the_rule_can_run_where_nothing_was_measured(tmp_path: Path, read_table_
 
 def test_the_committed_table_holds_configurations_that_can_run_and_names_its_command() -> None:
     table = json.loads(resources.files("pallas_kernels.lora_linear").joinpath("h200.json").read_text())
-    assert table["made_by"].keys() == table["configs"].keys()
+    assert table["made_by"].keys() == table["configs"].keys() | {f"{key} many rows" for key in table["many_rows"]}
     by_key = {p.key: p for p in all_problems() if p.num_rows == 1024}
     assert table["configs"]
     for key, fields in table["configs"].items():
@@ -108,6 +108,9 @@ def test_the_committed_table_holds_configurations_that_can_run_and_names_its_com
         assert pick_config(by_key[key]) == KernelConfig(**fields)
     for key in table["plain"]:
         assert pick_config(by_key[key], has_adapters=False) != pick_config(by_key[key])
+    for key, fields in table["many_rows"].items():
+        many = dataclasses.replace(by_key[key], num_rows=8192)
+        assert pick_config(many) == KernelConfig(**table["configs"][key] | fields)
 
 
 def test_decode_of_the_8b_shape_is_measured() -> None:
@@ -164,6 +167,37 @@ def test_the_tuner_writes_a_table_that_pick_config_reads(
         assert_all_can_run(problem)
         assert dataclasses.asdict(pick_config(problem)) == table["configs"][problem.key]
         assert set(table["us_per_layer"][problem.key]) == {"base", "one", "three", "plain"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_the_tuner_keeps_choices_for_many_rank_rows_beside_those_for_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_table_from: Callable[[Path], None]
+) -> None:
+    out = tmp_path / "h200.json"
+    flags = "--shape tiny --group o --tokens 16 --slots 33 --rank 64 --layers 1 --repeats 1 --rounds tail_rows"
+    monkeypatch.setattr(sys, "argv", ["tune", *flags.split(), "--out", str(out)])
+    few = problem_of(named_shapes()["tiny"], "o", 16, 1024)
+    before = pick_config(few)
+    tune.main()
+    table = json.loads(out.read_text())
+    assert table["many_rows"][few.key].keys() <= {"tail_rows"}
+    assert few.key not in table["configs"]
+    read_table_from(tmp_path)
+    assert pick_config(few) == before
+    many = dataclasses.replace(few, num_rows=33 * 64)
+    assert pick_config(many) == dataclasses.replace(before, **table["many_rows"][few.key])
+
+
+def test_sizes_of_the_base_product_are_not_tuned_with_many_rank_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--shape tiny --group o --tokens 16 --slots 33 --rank 64 --layers 1 --rounds main tail_rows"
+    monkeypatch.setattr(sys, "argv", ["tune", *flags.split()])
+    with pytest.raises(SystemExit):
+        tune.main()
+    expected = "--rounds main is for fewer rank rows; expected of shrink tail_rows num_stages shrink_columns"
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.slow
