@@ -85,7 +85,7 @@ def _after_layers(
     batch: Int[Array, " packed_len"],
     *,
     num_seqs: int,
-) -> tuple[Float[Array, "num_seqs vocab"], Int[Array, " num_seqs"], Int[Array, " num_rows"]]:
+) -> tuple[Int[Array, " num_rows"], Float[Array, "num_seqs vocab"], Int[Array, " num_seqs"]]:
     model = structure.merge(weights)
     return finish_step(model, model.normed(stream), last_tokens, *unpack_batch(batch, num_seqs))
 
@@ -183,8 +183,8 @@ class LayeredStep:
             experts = self._scaling.after(weights, first, tables.xlora, context.xlora)
         mix = context.mix(tables.slots, tables.gates, experts)
         stream, cache = self._run_layers(self._layer, stream, cache, context.attention, mix)
-        logits, tokens, last_tokens = self._after(weights, stream, last_tokens, batch)
-        return StepResult(logits, tokens, last_tokens, cache)
+        last_tokens, logits, tokens = self._after(weights, stream, last_tokens, batch)
+        return StepResult(last_tokens, cache, logits, tokens)
 
     def _run_layers(
         self, program: jax.stages.Compiled, stream: Stream, cache: KVCache, attention: AttentionContext, mix: MixContext

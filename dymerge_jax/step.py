@@ -273,17 +273,23 @@ class StepTables:
 
 @pytree_dataclass
 class StepResult:
-    """Attributes:
-    logits: [num_seqs, vocab] float32 after each sequence's last new token, of no meaning for unused sequences.
-    tokens: [num_seqs] int32, their greedy tokens.
-    last_tokens: [num_rows] int32, with the greedy tokens of the sequences that sample.
-    cache: with the batch's keys and values.
+    """What takes the place of a donated argument comes first.
+
+    JAX gives the memory of a donated argument to the first result of its shape. Were `tokens` before `last_tokens`,
+    it would go to them, the step would copy last_tokens, and with their addresses half of its CUDA graph would change
+    with every step, for which the host pays.
+
+    Attributes:
+      last_tokens: [num_rows] int32, with the greedy tokens of the sequences that sample.
+      cache: with the batch's keys and values.
+      logits: [num_seqs, vocab] float32 after each sequence's last new token, of no meaning for unused sequences.
+      tokens: [num_seqs] int32, their greedy tokens.
     """
 
-    logits: Float[Array, "num_seqs vocab"]
-    tokens: Int[Array, " num_seqs"]
     last_tokens: Int[Array, " num_rows"]
     cache: KVCache
+    logits: Float[Array, "num_seqs vocab"]
+    tokens: Int[Array, " num_seqs"]
 
 
 @functools.partial(
@@ -320,7 +326,8 @@ def forward_step(
     work, targets = unpack_batch(batch, num_seqs)
     inputs = tables.inputs(work, last_tokens)
     hidden, cache = hidden_states(model, cache, inputs, implementations, max_slots=max_slots)
-    return StepResult(*finish_step(model, hidden, last_tokens, work, targets), cache)
+    last_tokens, logits, tokens = finish_step(model, hidden, last_tokens, work, targets)
+    return StepResult(last_tokens, cache, logits, tokens)
 
 
 def finish_step(
@@ -329,11 +336,11 @@ def finish_step(
     last_tokens: Int[Array, " num_rows"],
     batch: StepBatch,
     targets: SampleTargets,
-) -> tuple[Float[Array, "num_seqs vocab"], Int[Array, " num_seqs"], Int[Array, " num_rows"]]:
-    """What comes after the final norm: logits, greedy tokens, and last_tokens with them."""
+) -> tuple[Int[Array, " num_rows"], Float[Array, "num_seqs vocab"], Int[Array, " num_seqs"]]:
+    """What comes after the final norm: last_tokens with the greedy tokens, logits, and those tokens."""
     logits = last_logits(model, hidden, batch)
     tokens = greedy_tokens(logits)
-    return logits, tokens, remember(last_tokens, targets, tokens)
+    return remember(last_tokens, targets, tokens), logits, tokens
 
 
 @functools.partial(jax.jit, static_argnames="with_logprobs", donate_argnames="last_tokens")
@@ -344,7 +351,7 @@ def sample_step(
     seqs: Int[Array, "num_fields num_seqs"],
     *,
     with_logprobs: bool,
-) -> tuple[SampledTokens, Int[Array, " num_rows"]]:
+) -> tuple[Int[Array, " num_rows"], SampledTokens]:
     """Follows a step in which some row draws or wants log probabilities; replaces the step's greedy tokens.
 
     Args:
@@ -355,9 +362,9 @@ def sample_step(
       with_logprobs: also return log probabilities.
 
     Returns:
-      The tokens, of no meaning for sequences that do not sample, and the new last_tokens.
+      The new last_tokens, in the memory of the old, and the tokens, of no meaning for sequences that do not sample.
     """
     targets = unpack_targets(seqs)
     _, params = unpack_rows(rows)
     sampled = sample(logits, params, targets, with_logprobs=with_logprobs)
-    return sampled, remember(last_tokens, targets, sampled.tokens)
+    return remember(last_tokens, targets, sampled.tokens), sampled

@@ -429,7 +429,7 @@ class Engine:
         batch, tables = build_batch(plan, bucket), self._tables(bucket)
         result = self._programs.forward(bucket, self._cache, self._last_tokens, tables, batch)
         self._cache, self._last_tokens = result.cache, result.last_tokens
-        sampled, self._last_tokens = self._programs.sample(sampler, result, tables, batch)
+        self._last_tokens, sampled = self._programs.sample(sampler, result, tables, batch)
         return sampled
 
     def _load(self, loads: Iterable[Load]) -> None:

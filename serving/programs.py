@@ -130,7 +130,7 @@ def compile_whole_step(
     if store is None:
         return compile()
     description = f"forward_step {model.config} {structure.state} {sorted(statics.items())}"
-    result = StepResult(logits=last_tokens, tokens=last_tokens, last_tokens=last_tokens, cache=cache)
+    result = StepResult(last_tokens=last_tokens, cache=cache, logits=last_tokens, tokens=last_tokens)
     return store.program(description, args, result, compile)
 
 
@@ -188,7 +188,7 @@ class StepPrograms:
         # For a GPU, XLA times candidate kernels on the device as it compiles: two at once would disturb each other.
         # Lowering, which Python does, goes on beside it.
         self._turn = contextlib.nullcontext() if _is_cpu() else threading.Lock()
-        self._sample: dict[tuple[int, Sampler], Callable[..., tuple[SampledTokens, Int[Array, " num_rows"]]]] = {}
+        self._sample: dict[tuple[int, Sampler], Callable[..., tuple[Int[Array, " num_rows"], SampledTokens]]] = {}
 
     @property
     def num_programs(self) -> int:
@@ -266,9 +266,9 @@ class StepPrograms:
 
     def sample(
         self, sampler: Sampler, result: StepResult, tables: StepTables, batch: PackedBatch
-    ) -> tuple[SampledTokens, Int[Array, " num_rows"]]:
-        """What a step samples, and the new last_tokens; those of `result` are donated."""
+    ) -> tuple[Int[Array, " num_rows"], SampledTokens]:
+        """The new last_tokens, in the memory of those of `result`, and what a step samples."""
         if sampler is Sampler.GREEDY:
-            return SampledTokens(result.tokens, None, None, None), result.last_tokens
+            return result.last_tokens, SampledTokens(result.tokens, None, None, None)
         program = self._sample[batch.seqs.shape[1], sampler]
         return program(result.logits, result.last_tokens, tables.rows, batch.seqs)

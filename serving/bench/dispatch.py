@@ -75,7 +75,7 @@ def compile_empty_step(
         batch: Int[Array, " packed_len"],
     ) -> StepResult:
         logits = jnp.zeros((bucket.num_seqs, model.config.vocab), jnp.float32)
-        return StepResult(logits, jnp.full((bucket.num_seqs,), 7, jnp.int32), last_tokens, cache)
+        return StepResult(last_tokens, cache, logits, jnp.full((bucket.num_seqs,), 7, jnp.int32))
 
     weights = split_weights(model.graph, model.state)[1]
     jitted = jax.jit(step, donate_argnums=(1, 2), keep_unused=True)  # as the real step has a use for all of them
