@@ -16,7 +16,7 @@ POINT = Point(engine=None, workload="skewed", rate=100.0, duration_s=1.0, config
 
 
 def run(server: FakeServer, **options: Any) -> dict[str, Any]:
-    settings = soak.SoakOptions(minutes=0.2 / 60, sample_s=0.05, are_outputs_exact=True, **options)
+    settings = soak.SoakOptions(**{"minutes": 0.2 / 60, "sample_s": 0.05, "are_outputs_exact": True, "num_checked": 64} | options)
     return asyncio.run(soak.soak(server, POINT, settings, engine=None))
 
 
