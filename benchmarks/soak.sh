@@ -21,7 +21,9 @@ fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
 clean_up() {
   local pid
-  for pid in $client $server; do kill -KILL "$pid" 2>/dev/null; done
+  for pid in $client $server; do
+    kill -KILL "$pid" && wait "$pid"
+  done 2>/dev/null
   rm -rf "${dir:?}"
   [ ! -f "$log" ] || { tail -n 200 "$log" >"$log.tail" && mv "$log.tail" "$log"; }
 }
@@ -59,12 +61,13 @@ JAX_PLATFORMS=cpu python3 -m serving.bench --url "$url" --workloads skewed --rat
   --longest $((max_len / 2)) --vocab "$(model_field vocab_size)" --soak-minutes "${SOAK_MINUTES:-30}" \
   --server-pid "$server" --churn-adapter "$dir/churn/soak-churn" "${exact[@]}" --out "$out/soak.json" &
 client=$!
-wait "$client"  # in the background, so that a signal to this script ends all of it at once
+wait -n "$client" "$server"  # in the background, so that a signal to this script ends all of it at once
 status=$?
+kill -0 "$server" 2>/dev/null || fail "the server ended with status $status before it was stopped; see $log"
 client=''
 
 stop_s=$SECONDS
-kill -INT "$server" 2>/dev/null || fail "the server ended before it was stopped; see $log"
+kill -INT "$server"
 while kill -0 "$server" 2>/dev/null; do
   ((SECONDS - stop_s < stop_limit_s)) || fail "the server had not ended $stop_limit_s s after SIGINT; see $log"
   sleep 0.2

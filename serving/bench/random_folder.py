@@ -30,8 +30,8 @@ from checkpoints.names import HF_NAMES, expected_tensors, param_sources
 from checkpoints.peft_header import Site
 from checkpoints.peft_writer import adapter_config_json, write_peft_adapter
 from checkpoints.writing import new_folder, safetensors_head, write_json
-from dymerge_jax.config import PROJECTIONS, LlamaConfig, named_config
-from serving.bench.decode import SHAPES
+from dymerge_jax.config import PROJECTIONS, LlamaConfig
+from serving.bench.bench_engine import EngineSpec
 from serving.config import DTypeName
 
 CHURN_ADAPTER = "soak-churn"
@@ -47,9 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit status is 1 if a flag is wrong or the folder cannot be written."""
     options = make_parser().parse_args(arguments)
     try:
-        config = named_config(SHAPES.get(options.shape, options.shape))
+        config = EngineSpec(shape=options.shape, dtype=options.dtype).config
         write_random_folder(
-            options.out, config, dtype=options.dtype, num_adapters=options.adapters, rank=options.rank, seed=options.seed
+            options.out,
+            config,
+            dtype=options.dtype,
+            num_adapters=options.adapters,
+            rank=options.rank,
+            seed=options.seed,
         )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
