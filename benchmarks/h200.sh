@@ -10,7 +10,8 @@
 #   rates    the highest rate that each of WORKLOADS="base single" sustains with TTFT p99 < 1 s: 2 minutes each
 #   sweep    FIGURES="10 13" of the paper, 2 to 8 minutes each, 9 an hour (QUICK=--quick takes fewer points, DURATION=8
 #            shorter ones); draw them anywhere: python -m serving.bench figures --from OUT/sweep.json OUT/maf_mvm.json
-#   soak     SOAK_MINUTES=30 of load at RATE=16 requests/s with clients that vanish
+#   soak     SOAK_MINUTES=30 of load at RATE=20 requests/s on a server process, over HTTP, with clients that vanish,
+#            malformed requests and an adapter loaded and unloaded all the time; writes 16 GB first, see soak.sh
 #   tune     block sizes of lora_linear anew: 3 minutes a shape; writes OUT/h200.json, which is not used until it is
 #            committed as pallas_kernels/lora_linear/h200.json
 # Every part writes JSON into OUT and prints a table last. A part that fails does not keep the others from running.
@@ -54,8 +55,7 @@ for part in "$@"; do
       XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python3 -m serving.bench sweep --figure ${FIGURES:-10 12 13 15 table1} \
         ${QUICK:-} --duration "${DURATION:-20}" --out "$out/sweep.json" ;;
     soak)
-      XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python3 -m serving.bench --workloads skewed --rates "${RATE:-16}" \
-        --soak-minutes "${SOAK_MINUTES:-30}" --out "$out/soak.json" ;;
+      bash "$(dirname "${BASH_SOURCE[0]}")/soak.sh" "$out" ;;
     tune)
       python3 -m pallas_kernels.lora_linear.tune --shape llama-3-8b llama-3.2-1b --out "$out/h200.json" ;;
     *)

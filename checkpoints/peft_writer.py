@@ -1,7 +1,6 @@
 """Writes a LoRA adapter as PEFT does, one projection at a time: the whole adapter is never in memory."""
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -10,14 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.files import FLOAT_DTYPES
 from checkpoints.peft_adapter import CONFIG_FILE, WEIGHTS_FILE
 from checkpoints.peft_header import BLOCK_OF, Site
-from checkpoints.writing import new_folder
+from checkpoints.writing import new_folder, safetensors_head
 
 AdapterDtype = Literal["float32", "float16", "bfloat16"]
-
-_ALIGNMENT = 8  # the safetensors package starts the data there
 
 
 def adapter_config_json(rank: int, target_modules: Sequence[str], base_model: str | None) -> dict[str, Any]:
@@ -77,7 +73,7 @@ def write_peft_adapter(
             tensors[_key(site, "A")] = (config["r"], in_features)
             tensors[_key(site, "B")] = (out_features, config["r"])
         with (folder / WEIGHTS_FILE).open("wb") as file:
-            file.write(_header(tensors, dtype, metadata))
+            file.write(safetensors_head(tensors, dtype, metadata))
             for (name, shape), array in zip(tensors.items(), _in_order(projections), strict=True):
                 assert array.shape == shape, (name, array.shape, shape)
                 file.write(_stored(name, array, dtype).tobytes())
@@ -91,20 +87,6 @@ def _in_order(projections: Iterable[tuple[Site, np.ndarray, np.ndarray]]) -> Ite
     for _, a, b in projections:
         yield a
         yield b
-
-
-def _header(tensors: Mapping[str, tuple[int, int]], dtype: AdapterDtype, metadata: Mapping[str, str]) -> bytes:
-    """The head of a safetensors file whose tensors follow in this order."""
-    stored_name = next(name for name, own in FLOAT_DTYPES.items() if own == dtype)
-    content: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    start = 0
-    for name, shape in tensors.items():
-        stop = start + math.prod(shape) * jnp.dtype(dtype).itemsize
-        content[name] = {"dtype": stored_name, "shape": shape, "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(content).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _stored(name: str, array: np.ndarray, dtype: AdapterDtype) -> np.ndarray:

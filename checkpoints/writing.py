@@ -2,16 +2,21 @@
 
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
 from checkpoints.errors import CheckpointError
+from checkpoints.files import FLOAT_DTYPES
+
+_ALIGNMENT = 8  # the safetensors package starts the data there
 
 
 @contextlib.contextmanager
@@ -39,6 +44,26 @@ def new_folder(path: Path) -> Iterator[Path]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes one JSON object."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def safetensors_head(tensors: Mapping[str, tuple[int, ...]], dtype: str, metadata: Mapping[str, str]) -> bytes:
+    """What a safetensors file begins with whose tensors, given as shapes by name, follow in this order.
+
+    Args:
+      tensors: shape of each.
+      dtype: of all of them: float32, float16 or bfloat16.
+      metadata: kept in the header.
+    """
+    stored_name = next(name for name, own in FLOAT_DTYPES.items() if own == dtype)
+    content: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    start = 0
+    for name, shape in tensors.items():
+        stop = start + math.prod(shape) * jnp.dtype(dtype).itemsize
+        content[name] = {"dtype": stored_name, "shape": shape, "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(content).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_adapter(

@@ -257,7 +257,7 @@ async def replay(
     drain_s: float,
     seed: int = 0,
     vanish: Vanish = lambda position: None,
-    prompt_of: Callable[[int], int] = lambda position: position,
+    records: list[Record] | None = None,
 ) -> tuple[list[Record], bool]:
     """Sends every request when the trace says so, whatever became of those before: an open loop.
 
@@ -267,13 +267,15 @@ async def replay(
       drain_s: requests that have not ended so long after the last arrival are cut off.
       seed: of the prompts.
       vanish: clients that leave early.
-      prompt_of: by position in the trace, which prompt it has; requests of one number have the same.
+      records: of each request, in which what comes of it can be seen meanwhile; those of one index have the same
+        prompt. None makes them, each with a prompt of its own.
 
     Returns:
       A record of each request, and whether any was cut off.
     """
     clock = Clock()
-    records = [Record(prompt_of(i), request.arrival_s, request.prompt_len) for i, request in enumerate(trace)]
+    if records is None:
+        records = [Record(i, request.arrival_s, request.prompt_len) for i, request in enumerate(trace)]
     tasks = []
     for i, (request, record) in enumerate(zip(trace, records, strict=True)):
         await clock.sleep_until(request.arrival_s)

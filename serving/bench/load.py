@@ -213,7 +213,8 @@ def _with_one_engine(points: list[Point], options: argparse.Namespace) -> dict[s
         async with started(engine, spec) as client:
             prepare(engine, points[0])
             if options.soak_minutes:
-                return {"soak": await soak(client, points[0], _soak_options(options), engine=engine)}
+                report = functools.partial(_report_soak, options)
+                return {"soak": await soak(client, points[0], _soak_options(options), engine=engine, report=report)}
             return await _find_rates(client, points, options)
 
     return asyncio.run(run())
@@ -265,7 +266,10 @@ async def _over_http(options: argparse.Namespace) -> dict[str, Any]:
             if options.churn_adapter is not None:
                 key = options.admin_api_key or options.api_key
                 disturbances.append(functools.partial(churn, client, folder=options.churn_adapter, admin_api_key=key))
-            result = await soak(client, points[0], _soak_options(options), engine=None, disturbances=disturbances)
+            result = await soak(
+                client, points[0], _soak_options(options), engine=None, disturbances=disturbances,
+                report=functools.partial(_report_soak, options),
+            )  # fmt: skip
             return {"soak": result}
         if options.find_rate:
             return await _find_rates(client, points, options)
@@ -280,7 +284,10 @@ async def _over_http(options: argparse.Namespace) -> dict[str, Any]:
 
 def _run_options(options: argparse.Namespace) -> RunOptions:
     return RunOptions(
-        drain_s=options.drain, num_checked=options.check, keeps_times=True, keeps_outputs=options.keep_outputs
+        drain_s=options.drain,
+        num_checked=RunOptions.num_checked if options.check is None else options.check,
+        keeps_times=True,
+        keeps_outputs=options.keep_outputs,
     )
 
 
@@ -289,8 +296,21 @@ def _soak_options(options: argparse.Namespace) -> SoakOptions:
         minutes=options.soak_minutes,
         vanish_share=options.soak_vanish,
         server_pid=options.server_pid,
-        are_outputs_exact=options.url is None and (options.dtype or default_dtype()) == "float32",
+        are_outputs_exact=options.exact_outputs
+        or (options.url is None and (options.dtype or default_dtype()) == "float32"),
+        num_checked=SoakOptions.num_checked if options.check is None else options.check,
     )
+
+
+def _report_soak(options: argparse.Namespace, partial: dict[str, Any]) -> None:
+    """One line of a soak that still runs; what is known of it is written, lest it be cut short."""
+    print(
+        f"{partial['so_far_s'] / 60:.1f} of {partial['minutes']:g} minutes: {partial['completed']} of "
+        f"{partial['requests']} done, {partial['cancelled']} clients left, {partial['failed']} failed, TTFT ms "
+        f"{_three(partial, 'ttft_ms', 0)}, TPOT ms {_three(partial, 'tpot_ms', 2)}",
+        flush=True,
+    )
+    write_result(options, {"soak": partial})
 
 
 # What is printed
@@ -429,12 +449,21 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     add = group.add_argument
     add("--drain", type=float, default=60.0, metavar="S", help="seconds after the last arrival (default: 60)")
-    add("--check", type=int, default=8, metavar="N", help="requests of a point to run again alone (default: 8)")
+    add(
+        "--check", type=int, metavar="N",
+        help="requests of a point to run again alone; in a soak different requests, all answers to which are compared "
+        f"(default: {RunOptions.num_checked}, in a soak {SoakOptions.num_checked})",
+    )  # fmt: skip
     add("--keep-outputs", action="store_true", help="write times and tokens of every request (default: no)")
     add("--find-rate", action="store_true", help="search the highest rate, from the last of --rates on")
     add("--ttft-limit", type=float, default=1.0, metavar="S", help="TTFT p99 of --find-rate (default: 1)")
     add("--soak-minutes", type=float, default=0.0, metavar="N", help="run the first point so long, with disturbances")
     add("--soak-vanish", type=float, default=0.1, metavar="SHARE", help="clients that leave early (default: 0.1)")
+    add(
+        "--exact-outputs", action="store_true",
+        help="an answer of a soak that differs from its request's alone fails it: for servers in float32 (default: if "
+        "the engine is in this process and float32)",
+    )  # fmt: skip
     add("--server-pid", type=int, metavar="PID", help="process whose memory is watched in a soak over HTTP")
     add("--churn-adapter", metavar="FOLDER", help="adapter that a soak over HTTP loads and unloads all the time")
     add("--out", type=Path, metavar="FILE", help="JSON file to write (default: none)")

@@ -3,7 +3,8 @@
 Requests of one workload come at a steady rate. A share of the clients vanishes at a random moment; over HTTP, malformed
 requests come between, and an adapter is loaded and unloaded all the time. Watched meanwhile: memory of process and
 device, which must stay flat. Checked at the end: nothing runs or waits, no block, slot or stream is stuck, and finished
-answers equal those of the same requests alone.
+answers equal those of the same requests alone. Once a minute all that is known is reported: a soak that is cut short
+leaves the result of its last minute.
 """
 
 import asyncio
@@ -20,15 +21,16 @@ import jax
 
 from serving.bench.clients import Client, replay
 from serving.bench.points import Point, run_alone
-from serving.bench.records import Record, agreement, summarise
+from serving.bench.records import Record, agreement, percentiles, summarise
 from serving.bench.workloads import TraceRequest
 from serving.engine import Engine
 
-_TEMPLATES = 64  # different requests; each comes again and again, and is run alone once
+_TEMPLATES = 64  # different requests; each comes again and again
 _VANISH_S = (0.001, 3.0)  # evenly on a logarithmic scale: in the queue, in prefill and in decode
 _SETTLE_S = 60.0
 _FLAT_SHARE = 0.02
 _FLAT_BYTES = 64 << 20  # allocators and Python's own caches breathe
+_MAX_SAMPLES = 200  # of the memory, in a result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +42,18 @@ class SoakOptions:
       vanish_share: of the clients.
       server_pid: process to watch over HTTP; None watches this one if the engine is in it, else none.
       are_outputs_exact: any answer that differs from its request's alone is a failure.
+      num_checked: different requests that are run again alone; all answers to them are compared.
       sample_s: time between two looks at the memory.
+      report_s: time between two reports of what is known so far.
     """
 
     minutes: float
     vanish_share: float = 0.1
     server_pid: int | None = None
     are_outputs_exact: bool = False
+    num_checked: int = 16
     sample_s: float = 1.0
+    report_s: float = 60.0
 
 
 @dataclasses.dataclass
@@ -67,6 +73,9 @@ class DisturbanceCounts:
 Disturbance = Callable[[DisturbanceCounts], Coroutine[None, None, None]]
 """Does something to the server, over and over, and counts what it did."""
 
+Report = Callable[[dict[str, Any]], None]
+"""Takes what is known of a soak that still runs: a result of its own, in which "partial" is true."""
+
 
 async def soak(
     client: Client,
@@ -75,6 +84,7 @@ async def soak(
     *,
     engine: Engine | None,
     disturbances: Sequence[Disturbance] = (),
+    report: Report = lambda partial: None,
 ) -> dict[str, Any]:
     """Runs the point's workload for so many minutes, with disturbances.
 
@@ -84,46 +94,96 @@ async def soak(
       options: how long, and what else.
       engine: the engine, if it is in this process; its books are checked at the end.
       disturbances: what else happens to the server meanwhile.
+      report: called at the start, every `report_s` and when the last request has ended.
 
     Returns:
       The numbers of `summarise`, memory over time, and "failures": a sentence for each thing that is not as it must be.
     """
     templates, trace = soak_trace(point, minutes=options.minutes)
+    run = _Run(point, options, [Record(i % len(templates), r.arrival_s, r.prompt_len) for i, r in enumerate(trace)])
     draw = random.Random(point.seed)
     vanish = [_vanish_s(draw) if draw.random() < options.vanish_share else None for _ in trace]
     before = await client.counts()
-    memory: list[dict[str, float]] = []
-    disturbed = DisturbanceCounts()
-    answers: dict[int, list[Record]] = {}
-    async with _beside(_watch_memory(memory, options, engine)), contextlib.AsyncExitStack() as stack:
-        for disturbance in disturbances:
-            await stack.enter_async_context(_beside(disturbance(disturbed)))
-        records, is_cut = await _replay_templates(client, trace, len(templates), vanish, point.seed)
+    if options.server_pid is not None:
+        resident_bytes(options.server_pid)  # a wrong number is said at once
+    async with contextlib.AsyncExitStack() as stack:
+        for work in (
+            _watch_memory(run, engine),
+            _keep_reporting(run, report),
+            *(disturbance(run.disturbed) for disturbance in disturbances),
+        ):
+            await stack.enter_async_context(_beside(work))
+        records, is_cut = await replay(
+            client, trace, drain_s=_SETTLE_S, seed=point.seed, vanish=lambda position: vanish[position],
+            records=run.records,
+        )  # fmt: skip
+    report(run.partial())
     failures = await _settle(client, engine, is_cut)
     counts = (await client.counts()).since(before)
-    for record in records:
-        if record.is_done:
-            answers.setdefault(record.index, []).append(record)
-    same = await _compare_with_alone(client, templates, answers, seed=point.seed)
-    if options.are_outputs_exact and same["equal"] < same["sample"]:
-        failures.append(f"{same['sample'] - same['equal']} answers differ from their requests' alone")
-    failed = [r.error for r in records if r.error is not None]
-    if failed:
-        failures.append(f"{len(failed)} requests failed, the first with: {failed[0]}")
-    failures += [text for name in ("rss_bytes", "device_bytes") if (text := grows(memory, name))]
-    failures += disturbed.failures
+    same = await _compare_with_alone(client, templates, run, failures)
+    failures += [*run.failed(), *run.growth(), *run.disturbed.failures]
     wall_s = max((r.output_times_s[-1] for r in records if r.output_times_s), default=0.0)
     summary = summarise(records, dataclasses.replace(counts, queueing_s=()), wall_s=wall_s)
-    result = point.settings() | summary | {
-        "minutes": options.minutes,
-        "memory": memory[:: max(1, len(memory) // 200)],
-        "agreement": same,
-        "malformed_sent": disturbed.num_malformed,
-        "adapter_churns": disturbed.num_churns,
-        "failures": failures,
-    }  # fmt: skip
+    result = point.settings() | summary | run.surroundings() | {"agreement": same, "failures": failures}
     _print(result)
     return result
+
+
+@dataclasses.dataclass
+class _Run:
+    """What is known of a soak, while it runs and after.
+
+    Attributes:
+      point, options: what was asked for.
+      records: of all its requests, those too that have not come yet.
+      memory: samples so far.
+      disturbed: what else was done to the server.
+    """
+
+    point: Point
+    options: SoakOptions
+    records: list[Record]
+    memory: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    disturbed: DisturbanceCounts = dataclasses.field(default_factory=DisturbanceCounts)
+
+    def failed(self) -> list[str]:
+        """A sentence if requests failed."""
+        errors = [r.error for r in self.records if r.error is not None]
+        return [f"{len(errors)} requests failed, the first with: {errors[0]}"] if errors else []
+
+    def growth(self) -> list[str]:
+        """A sentence for each memory that grew."""
+        return [text for name in ("rss_bytes", "device_bytes") if (text := grows(self.memory, name))]
+
+    def surroundings(self) -> dict[str, Any]:
+        """What a result says beside its requests."""
+        return {
+            "minutes": self.options.minutes,
+            "memory": self.memory[:: max(1, len(self.memory) // _MAX_SAMPLES)],
+            "malformed_sent": self.disturbed.num_malformed,
+            "adapter_churns": self.disturbed.num_churns,
+        }
+
+    def partial(self) -> dict[str, Any]:
+        """The result so far, without what takes long to count or needs an idle server."""
+        return self.point.settings() | self.surroundings() | {
+            "partial": True,
+            "so_far_s": self.memory[-1]["s"] if self.memory else 0.0,
+            "requests": len(self.records),
+            "completed": sum(r.is_done for r in self.records),
+            "cancelled": sum(r.is_cancelled for r in self.records),
+            "failed": sum(r.error is not None for r in self.records),
+            "output_tokens": sum(r.num_tokens for r in self.records),
+            **percentiles("ttft_ms", [s * 1e3 for r in self.records if (s := r.ttft_s) is not None]),
+            **percentiles("tpot_ms", [s * 1e3 for r in self.records if (s := r.tpot_s) is not None]),
+            "failures": [*self.failed(), *self.disturbed.failures],
+        }  # fmt: skip
+
+
+async def _keep_reporting(run: _Run, report: Report) -> None:
+    while True:
+        report(run.partial())
+        await asyncio.sleep(run.options.report_s)
 
 
 def soak_trace(point: Point, *, minutes: float) -> tuple[list[TraceRequest], list[TraceRequest]]:
@@ -140,19 +200,6 @@ def _vanish_s(draw: random.Random) -> float:
     return math.exp(draw.uniform(*map(math.log, _VANISH_S)))
 
 
-async def _replay_templates(
-    client: Client, trace: Sequence[TraceRequest], num_templates: int, vanish: Sequence[float | None], seed: int
-) -> tuple[list[Record], bool]:
-    return await replay(
-        client,
-        trace,
-        drain_s=_SETTLE_S,
-        seed=seed,
-        vanish=lambda position: vanish[position],
-        prompt_of=lambda position: position % num_templates,
-    )
-
-
 @contextlib.asynccontextmanager
 async def _beside(work: Any) -> AsyncIterator[None]:
     """Runs an endless coroutine until the block ends."""
@@ -166,19 +213,23 @@ async def _beside(work: Any) -> AsyncIterator[None]:
             raise result
 
 
-async def _watch_memory(memory: list[dict[str, float]], options: SoakOptions, engine: Engine | None) -> None:
+async def _watch_memory(run: _Run, engine: Engine | None) -> None:
     clock = asyncio.get_running_loop().time
     start_s = clock()
     while True:
         sample: dict[str, float] = {"s": clock() - start_s}
-        pid = options.server_pid if engine is None else "self"
+        pid = run.options.server_pid if engine is None else "self"
         if pid is not None:
-            sample["rss_bytes"] = resident_bytes(pid)
+            try:
+                sample["rss_bytes"] = resident_bytes(pid)
+            except ValueError as error:  # the server has ended: the rest of the result is wanted all the same
+                run.disturbed.fail(str(error))
+                return
         stats = jax.devices()[0].memory_stats() if engine is not None else None
         if stats and "bytes_in_use" in stats:
             sample["device_bytes"] = stats["bytes_in_use"]
-        memory.append(sample)
-        await asyncio.sleep(options.sample_s)
+        run.memory.append(sample)
+        await asyncio.sleep(run.options.sample_s)
 
 
 def resident_bytes(pid: int | str) -> int:
@@ -239,15 +290,27 @@ def leaks(engine: Engine) -> list[str]:
 
 
 async def _compare_with_alone(
-    client: Client, templates: Sequence[TraceRequest], answers: dict[int, list[Record]], *, seed: int
+    client: Client, templates: Sequence[TraceRequest], run: _Run, failures: list[str]
 ) -> dict[str, Any]:
-    """Each template once alone; every finished answer to it must be the same."""
+    """Some templates once alone; every finished answer to them must be the same, and is a failure if it has to be."""
+    answers: dict[int, list[Record]] = {}
+    for record in run.records:
+        if record.is_done:
+            answers.setdefault(record.index, []).append(record)
+    checked = sorted(answers)[: run.options.num_checked]
     pairs: dict[int, tuple[list[int] | str, list[int] | str]] = {}
-    for index in sorted(answers):
-        alone = await run_alone(client, templates[index], index, seed=seed)
+    for index in checked:
+        alone = await run_alone(client, templates[index], index, seed=run.point.seed)
+        if alone.error is not None:
+            failures.append(f"request {index} failed alone: {alone.error}")
         for record in answers[index]:
             pairs[len(pairs)] = (record.output, alone.output)
-    return agreement(pairs)
+    same = agreement(pairs)
+    if run.options.are_outputs_exact and same["equal"] < same["sample"]:
+        failures.append(f"{same['sample'] - same['equal']} answers differ from their requests' alone")
+    if run.options.are_outputs_exact and not same["sample"]:
+        failures.append("no answer was compared with its request's alone; none has finished, or --check is 0")
+    return same | {"checked_templates": len(checked), "templates": len(templates)}
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -255,7 +318,8 @@ def _print(result: dict[str, Any]) -> None:
     print(
         f"{result['minutes']:g} minutes of {result['workload']} at {result['rate']:g}/s: {result['completed']} of "
         f"{result['requests']} done, {result['cancelled']} clients left, {result['output_tokens_per_s']:.0f} tokens/s, "
-        f"{same['equal']}/{same['sample']} answers as alone"
+        f"{same['equal']}/{same['sample']} answers to {same['checked_templates']} of {same['templates']} different "
+        "requests as alone"
     )
     for failure in result["failures"] or ["nothing failed"]:
         print(f"  {failure}")

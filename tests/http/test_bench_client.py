@@ -1,5 +1,6 @@
 """The load benchmark as a client of a server: what it sends, and what it makes of the stream."""
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -12,7 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from serving.adapter_ids import adapter_name
-from serving.bench import load
+from serving.bench import load, soak
 from serving.bench.clients import Clock, replay
 from serving.bench.http_client import MALFORMED, HttpClient, churn
 from serving.bench.records import Record
@@ -132,6 +133,49 @@ def test_the_command_measures_a_server(url: str, tmp_path: Path, capsys: pytest.
 def test_no_server_is_said(capsys: pytest.CaptureFixture[str]):
     assert load.main(["--url", "http://127.0.0.1:9"]) == 1
     assert "expected a running server of OpenAI's API" in capsys.readouterr().err
+
+
+def soak_flags(url: str, out: Path) -> list[str]:
+    flags = ["--url", url, "--vocab", str(VOCAB), "--workloads", "base", "--longest", "16", "--rates", "20"]
+    return [*flags, "--soak-vanish", "0", "--soak-minutes", "0.01", "--out", str(out)]
+
+
+def test_the_file_of_a_soak_is_there_from_the_start_and_replaced_at_the_end(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out, seen = tmp_path / "soak.json", []
+    write_result = load.write_result
+
+    def write(options: argparse.Namespace, result: dict[str, Any]) -> None:
+        write_result(options, result)
+        seen.append(json.loads(out.read_text())["soak"])
+
+    monkeypatch.setattr(load, "write_result", write)
+    assert load.main(soak_flags(url, out)) == 0
+    assert [result.get("partial", False) for result in seen] == [True, True, False]
+    assert [result["completed"] for result in seen] == [0, seen[-1]["requests"], seen[-1]["requests"]]
+    assert seen[-1]["ttft_ms_p99"] >= seen[-1]["ttft_ms_p50"] > 0
+    assert seen[-1]["tpot_ms_p50"] > 0
+
+
+@pytest.mark.parametrize(("flags", "status"), [([], 0), (["--exact-outputs"], 1)])
+def test_an_answer_that_differs_fails_a_soak_of_exact_outputs_only(
+    flags: list[str], status: int, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    alone = soak.run_alone
+
+    async def differ(*args: Any, **options: Any) -> Record:
+        record = await alone(*args, **options)
+        record.text = record.text[:-1] + "~"
+        return record
+
+    assert load.main([*soak_flags(url, tmp_path / "equal.json"), *flags]) == 0
+    monkeypatch.setattr(soak, "run_alone", differ)
+    out = tmp_path / "soak.json"
+    assert load.main([*soak_flags(url, out), *flags]) == status
+    result = json.loads(out.read_text())["soak"]
+    assert result["agreement"]["equal"] == 0 < result["agreement"]["sample"]
+    assert result["failures"] == [f"{result['agreement']['sample']} answers differ from their requests' alone"] * status
 
 
 @pytest.mark.slow
