@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -252,23 +253,22 @@ class StepTables:
       slots: adapters on the device.
       gates: gates of the gated sets; None without any.
       rows: [num_rows, num_slots + 6] int32, see `PackedRows`.
-      block_tables: [num_rows, blocks_per_seq] int32, see `StepInputs`.
+      block_tables: [num_rows, blocks_per_seq] int32, see `StepInputs`; may lie on the host.
       xlora, scaling_tables: see `StepInputs`.
     """
 
     slots: SlotArray
     gates: GateArray | None
     rows: Int[Array, "num_rows row_len"]
-    block_tables: Int[Array, "num_rows blocks_per_seq"]
+    block_tables: Int[Array | np.ndarray, "num_rows blocks_per_seq"]
     xlora: XLoraArray | None = None
-    scaling_tables: Int[Array, "num_rows blocks_per_seq"] | None = None
+    scaling_tables: Int[Array | np.ndarray, "num_rows blocks_per_seq"] | None = None
 
     def inputs(self, batch: StepBatch, last_tokens: Int[Array, " num_rows"]) -> StepInputs:
         """The same with a batch."""
         mix, _ = unpack_rows(self.rows)
-        return StepInputs(
-            self.slots, self.gates, mix, self.block_tables, last_tokens, batch, self.xlora, self.scaling_tables
-        )
+        tables, scaling_tables = jax.tree.map(jnp.asarray, (self.block_tables, self.scaling_tables))
+        return StepInputs(self.slots, self.gates, mix, tables, last_tokens, batch, self.xlora, scaling_tables)
 
 
 @pytree_dataclass

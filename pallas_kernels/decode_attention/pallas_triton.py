@@ -107,7 +107,10 @@ def _decode_attention(
     num_seqs = positions.shape[0]
     num_kv_heads, head_dim = kv.shape[2], kv.shape[4]
     q_width = qkv.shape[2] - 2 * num_kv_heads * head_dim
-    operands = [qkv, kv, block_tables, positions, cos, sin]
+    # One array, larger than the step's results: XLA would put the positions by themselves into the memory of the step's
+    # tokens, another address with every step, and the launches of all layers would have to be set anew.
+    places = jnp.concatenate([positions[:, None], block_tables], axis=1)
+    operands = [qkv, kv, places, cos, sin]
     out_shape = [jax.ShapeDtypeStruct((num_seqs, q_width), kv.dtype), jax.ShapeDtypeStruct(kv.shape, kv.dtype)]
     if config.num_splits > 1:
         operands.append(_zero_counters(positions, num_kv_heads))
@@ -143,21 +146,20 @@ def _zero_counters(positions: Int[Array, " num_seqs"], num_kv_heads: int) -> Int
 
 def _kernel(*refs: Any, config: KernelConfig, interpret: bool) -> None:
     """Names the refs that are there with several ranges only."""
-    qkv_ref, kv_ref, block_tables_ref, positions_ref, cos_ref, sin_ref, *others = refs
+    qkv_ref, kv_ref, places_ref, cos_ref, sin_ref, *others = refs
     counters_ref = others.pop(0) if config.num_splits > 1 else None
     out_ref, new_kv_ref, *partials = others
     partial_ref, lse_ref = partials or (None, None)
     _attend(
-        qkv_ref, kv_ref, block_tables_ref, positions_ref, cos_ref, sin_ref, counters_ref, out_ref, new_kv_ref,
-        partial_ref, lse_ref, config=config, interpret=interpret,
+        qkv_ref, kv_ref, places_ref, cos_ref, sin_ref, counters_ref, out_ref, new_kv_ref, partial_ref, lse_ref,
+        config=config, interpret=interpret,
     )  # fmt: skip
 
 
 def _attend(
     qkv_ref: Any,  # [num_partials, num_seqs, qkv_width]
     kv_ref: Any,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
-    block_tables_ref: Any,  # [num_seqs, blocks_per_seq]
-    positions_ref: Any,  # [num_seqs]
+    places_ref: Any,  # [num_seqs, 1 + blocks_per_seq] position, then block ids
     cos_ref: Any,  # [num_seqs, half_dim]
     sin_ref: Any,  # [num_seqs, half_dim]
     counters_ref: Any,  # [num_seqs, num_kv_heads] programs that have ended, or None
@@ -171,14 +173,14 @@ def _attend(
 ) -> None:
     _, _, num_kv_heads, block_size, head_dim = kv_ref.shape
     q_per_kv = out_ref.shape[1] // (num_kv_heads * head_dim)
-    max_context = block_tables_ref.shape[1] * block_size
+    max_context = (places_ref.shape[1] - 1) * block_size
     chunk_tokens = config.chunk_tokens
     dtype = kv_ref.dtype
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     seq, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     if config.launch_dependents and not interpret:
         seq = launch_dependents(seq)
-    position = jnp.minimum(positions_ref[seq], max_context - 1)
+    position = jnp.minimum(places_ref[seq, 0], max_context - 1)
 
     # Rows and lanes past the end come from the rounding up to powers of two. A mask along the contiguous axis would
     # keep loads from being vectorized: such lanes read the last column again, meet zeros in q and are never stored.
@@ -226,12 +228,12 @@ def _attend(
     def _attend_range() -> None:
         def load_blocks(chunk: Array) -> Array:
             slots = _cached_slots(chunk, chunk_tokens, position)
-            return plt.load(block_tables_ref.at[seq, lax.div(slots, jnp.int32(block_size))])
+            return plt.load(places_ref.at[seq, 1 + lax.div(slots, jnp.int32(block_size))])
 
         first = split * chunks_per_split
         last = jnp.minimum(first + chunks_per_split, num_chunks)
         blocks = load_blocks(first)
-        new_block = block_tables_ref[seq, lax.div(position, jnp.int32(block_size))]
+        new_block = places_ref[seq, 1 + lax.div(position, jnp.int32(block_size))]
 
         signed_sin = jnp.where(columns < half_dim, -sin, sin)
         q = (q_own * cos[None, :] + q_partner * signed_sin[None, :]).astype(dtype)

@@ -47,6 +47,10 @@ def structs(
     )
 
 
+def num_bytes(array: jax.ShapeDtypeStruct) -> int:
+    return array.size * array.dtype.itemsize
+
+
 def kernels_of(compiled: jax.stages.Compiled) -> list[str]:
     """The operations of the program that launch something."""
     entry = str(compiled.as_text()).split("ENTRY")[1]
@@ -70,17 +74,17 @@ def test_model_shapes_compile_to_one_launch_that_copies_nothing(
     compiled = h200.compile(decode_attention, *args, donate_argnums=1)
     memory = compiled.memory_analysis()
     assert memory is not None
-    assert memory.alias_size_in_bytes == args[1].size * args[1].dtype.itemsize
-    # Partial results of the ranges at most.
-    assert memory.temp_size_in_bytes < 33 * args[0].size * 4 + (1 << 16)
+    assert memory.alias_size_in_bytes == num_bytes(args[1])
+    # Partial results of the ranges at most, and the places.
+    assert memory.temp_size_in_bytes < 33 * args[0].size * 4 + num_bytes(args[2]) + (1 << 16)
     kernels = kernels_of(compiled)
     assert sum("decode_paged_attention" in kernel for kernel in kernels) == 1
     has_splits = num_seqs == 1
-    assert len(kernels) == 1 + has_splits, kernels  # the counters, once a step
+    assert len(kernels) == 2 + has_splits, kernels  # the places and the counters, once a step
 
 
-def test_all_layers_of_a_step_share_the_counters(h200: H200):
-    """Four layers launch four kernels, and one more in the whole step."""
+def test_all_layers_of_a_step_share_the_places_and_the_counters(h200: H200):
+    """Four layers launch four kernels, and two more in the whole step."""
     args = structs(2, 4096, HEADS["1b"])
 
     def layers(qkv: Array, caches: list[Array], *rest: Array) -> list[tuple[Array, Array]]:
@@ -89,7 +93,7 @@ def test_all_layers_of_a_step_share_the_counters(h200: H200):
     compiled = h200.compile(layers, args[0], [args[1]] * 4, *args[2:], donate_argnums=1)
     kernels = kernels_of(compiled)
     assert sum("decode_paged_attention" in kernel for kernel in kernels) == 4
-    assert len(kernels) == 5, kernels
+    assert len(kernels) == 6, kernels
 
 
 def test_the_hook_for_an_early_launch_compiles(h200: H200):

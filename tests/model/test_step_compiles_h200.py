@@ -131,6 +131,16 @@ def test_a_step_program_with_a_scaling_pass_compiles_and_copies_no_cache(
     assert "paged_attention" in compiled.as_text(), "paged_attention's own kernel is not in the program"
 
 
+def test_the_last_tokens_keep_their_memory_where_every_row_is_a_sequence(h200: H200) -> None:
+    """There the step's tokens have the same shape, and XLA would copy last_tokens had JAX given their memory away."""
+    compiled, _, _ = compile_step(h200, "llama-3.2-1b", jnp.bfloat16, NUM_ROWS, NUM_ROWS, gated=False)
+    program = str(compiled.as_text())
+    parameters = dict(re.findall(r"%(last_tokens|cache_layers_\d)\S* = \S+ parameter\((\d+)\)", program))
+    aliases = re.findall(r"\{(\d+)\}: \((\d+), \{\}", program.splitlines()[0])
+    results = ("last_tokens", "cache_layers_0", "cache_layers_1")
+    assert dict(aliases) == {str(i): parameters[name] for i, name in enumerate(results)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("with_logprobs", [False, True])
 def test_a_sampler_program_compiles(h200, with_logprobs) -> None:
