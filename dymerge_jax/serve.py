@@ -416,6 +416,12 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "the model's own, or what fits into the KV blocks",
     )  # fmt: skip
     add("--max-num-batched-tokens", "max_num_batched_tokens", int, "N", "most tokens of one step")
+    add(
+        "--decode-steps", "decode_steps", int, "N",
+        "tokens of a request that one dispatch computes while nothing waits and all requests are greedy: less of the "
+        "host's time a token, and tokens come N at a time",
+        "4 on a GPU for a model of less than 6 GB, which the host would slow down, else 1",
+    )  # fmt: skip
     add("--block-size", "block_size", int, "N", "tokens of a KV block, a power of two")
     group.add_argument(
         "--prefix-cache",

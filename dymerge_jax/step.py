@@ -322,12 +322,72 @@ def forward_step(
         number. Rows on the base model get the same from all, to the bit where `lora_linear` takes one launch.
       implementations: of the ops.
     """
-    model = structure.merge(weights)
+    return _step(structure.merge(weights), cache, last_tokens, tables, batch, num_seqs, max_slots, implementations)
+
+
+def _step(
+    model: Llama,
+    cache: KVCache,
+    last_tokens: Int[Array, " num_rows"],
+    tables: StepTables,
+    batch: Int[Array, " packed_len"],
+    num_seqs: int,
+    max_slots: int | None,
+    implementations: Implementations,
+) -> StepResult:
     work, targets = unpack_batch(batch, num_seqs)
     inputs = tables.inputs(work, last_tokens)
     hidden, cache = hidden_states(model, cache, inputs, implementations, max_slots=max_slots)
     last_tokens, logits, tokens = finish_step(model, hidden, last_tokens, work, targets)
     return StepResult(last_tokens, cache, logits, tokens)
+
+
+@pytree_dataclass
+class StepsResult:
+    """Attributes, in the order that `StepResult` explains:
+    last_tokens, cache: after the last step.
+    tokens: [num_steps, num_seqs] int32, the greedy tokens of each step.
+    """
+
+    last_tokens: Int[Array, " num_rows"]
+    cache: KVCache
+    tokens: Int[Array, "num_steps num_seqs"]
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("structure", "num_seqs", "max_slots", "implementations"),
+    donate_argnames=("cache", "last_tokens"),
+)
+def forward_steps(
+    structure: ModelStructure[Llama],
+    weights: Weights,
+    cache: KVCache,
+    last_tokens: Int[Array, " num_rows"],
+    tables: StepTables,
+    batches: Int[Array, "num_steps packed_len"],
+    *,
+    num_seqs: int,
+    max_slots: int | None = None,
+    implementations: Implementations = Implementations(),  # noqa: B008 (frozen)
+) -> StepsResult:
+    """What as many calls of `forward_step` do one after another, for the host's work of one.
+
+    Args:
+      structure, weights, cache, last_tokens, num_seqs, max_slots, implementations: see `forward_step`.
+      tables: what the steps read besides, the blocks of the last one included.
+      batches: [num_steps, num_tokens + 7 * num_seqs] int32, the steps' batches in order.
+    """
+    model = structure.merge(weights)
+
+    def step(i: Array, done: StepsResult) -> StepsResult:
+        result = _step(
+            model, done.cache, done.last_tokens, tables, batches[i], num_seqs, max_slots, implementations
+        )  # fmt: skip
+        return StepsResult(result.last_tokens, result.cache, done.tokens.at[i].set(result.tokens))
+
+    tokens = jnp.zeros((batches.shape[0], num_seqs), jnp.int32)
+    return jax.lax.fori_loop(0, batches.shape[0], step, StepsResult(last_tokens, cache, tokens))
 
 
 def finish_step(

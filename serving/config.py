@@ -31,6 +31,7 @@ class EngineConfig:
         same mix.
       max_num_batched_tokens: token budget of one step; at least `max_num_seqs`, so that a step always has room for
         one token of every running request.
+      decode_steps: decode steps of one dispatch while nothing waits and all rows are greedy; None picks by model.
       scheduler: admission policy: "lag", "fifo", "random" or "least-first".
       theta_s: LAG's bound in seconds: a request that has waited this long goes first. 0 is FIFO.
       scheduler_seed: seed of the "random" policy.
@@ -46,6 +47,7 @@ class EngineConfig:
     num_blocks: int | None = None
     enable_prefix_cache: bool = True
     max_num_batched_tokens: int = 512
+    decode_steps: int | None = None
     scheduler: SchedulerName = "lag"
     theta_s: float = 0.5
     scheduler_seed: int = 0
@@ -66,6 +68,8 @@ class EngineConfig:
             _check_at_least(0, "--adapter-host-bytes", self.adapter_host_bytes)
         if self.num_blocks is not None:
             _check_at_least(1, "--num-blocks", self.num_blocks)
+        if self.decode_steps is not None:
+            _check_at_least(1, "--decode-steps", self.decode_steps)
         _check_at_least(0, "--scheduler-seed", self.scheduler_seed)
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"--block-size is {self.block_size}, expected a power of two, e.g. 16")

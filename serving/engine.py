@@ -46,7 +46,7 @@ from serving.metrics import Metrics, Tier
 from serving.plan import Load, StepPlan
 from serving.policies import make_policy
 from serving.prefix_cache import PrefixCache
-from serving.programs import Sampler, StepPrograms, pick_buckets, sampler_of
+from serving.programs import Sampler, StepPrograms, pick_buckets, pick_decode_steps, sampler_of
 from serving.request import FinishReason, Request, RequestOutput, TokenLogprob
 from serving.scheduler import Scheduler
 from serving.slot_cache import SlotCache
@@ -63,9 +63,15 @@ _SPARE_FRACTION = 0.08  # of an accelerator's memory, for the step's temporaries
 
 @dataclasses.dataclass(frozen=True)
 class _InFlight:
-    """A dispatched step whose tokens the host has not read."""
+    """A dispatch whose tokens the host has not read.
 
-    plan: StepPlan
+    Attributes:
+      plans: its steps.
+      sampled: by sequence; of several steps, only tokens, [num_steps, num_seqs].
+      dispatched_s: when it was dispatched.
+    """
+
+    plans: tuple[StepPlan, ...]
     sampled: SampledTokens
     dispatched_s: float
 
@@ -167,7 +173,8 @@ class Engine:
         self.buckets = buckets or pick_buckets(config.max_num_seqs, config.max_num_batched_tokens, config.adapter_slots)
         if has_two_caches:
             self.buckets = self.buckets.with_two_passes()
-        self._programs = StepPrograms(model, self.buckets, implementations)
+        decode_steps = pick_decode_steps(model) if config.decode_steps is None else config.decode_steps
+        self._programs = StepPrograms(model, self.buckets, implementations, decode_steps=decode_steps)
         self._in_flight: _InFlight | None = None
         self._detokenizers: dict[str, IncrementalDetokenizer] = {}
         self._is_idle = False  # the last step found nothing to run or to read
@@ -204,6 +211,8 @@ class Engine:
         """Runs programs once on an empty batch, and slot updates, so that no request pays for a first call."""
         for bucket, sampler in self._programs.first_calls():
             self._run(StepPlan(), bucket, sampler)
+        for bucket in self._programs.first_calls_of_many():
+            self._run_many([StepPlan()] * self._programs.decode_steps, bucket)
         empty = empty_content(self.model.config, slot_rank=self.config.slot_rank, dtype=self.model.dtype)
         for _ in range(2):  # the second time into what a program has made, which may be another program
             (content,) = to_device(self.store.to_host([empty]))
@@ -349,6 +358,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Dispatches the next step, then reads the tokens of the step before; returns what is new.
 
+        Where nothing waits and all rows are greedy, it may be several decode steps at once (`decode_steps`).
+
         Where nothing can run before an adapter is loaded, it waits for one, but not for long. A request whose adapter
         cannot be loaded ends with reason ERROR.
 
@@ -393,8 +404,7 @@ class Engine:
         self._load(plan.loads)
         dispatched = None
         if not plan.is_empty:
-            dispatched = self._dispatch(plan)
-            self.scheduler.on_dispatched(plan)
+            dispatched = self._dispatch_many(plan) or self._dispatch(plan)
         self._load_ahead()  # while the device runs
         before, self._in_flight = self._in_flight, dispatched
         self._is_idle = before is None and plan.is_empty and not plan.loads
@@ -418,12 +428,30 @@ class Engine:
     def _dispatch(self, plan: StepPlan) -> _InFlight:
         start_s = self._clock()
         self._rows.update(plan.chunks, self.slot_cache.lookup, self._gated_set_ids)
-        # Those of running requests that the step leaves out are counted too: they are few, and counting is slow.
-        bucket = self.buckets.of(plan, self.slot_cache.num_pinned_slots)
-        sampled = self._run(plan, bucket, sampler_of(plan))
+        sampled = self._run(plan, self._bucket(plan), sampler_of(plan))
         for array in jax.tree.leaves(sampled):
             array.copy_to_host_async()
-        return _InFlight(plan=plan, sampled=sampled, dispatched_s=start_s)
+        self.scheduler.on_dispatched(plan)
+        return _InFlight(plans=(plan,), sampled=sampled, dispatched_s=start_s)
+
+    def _dispatch_many(self, plan: StepPlan) -> _InFlight | None:
+        """Dispatches a decode step and those after it at once; None, and nothing has changed, if they must be apart."""
+        decode_steps, start_s = self._programs.decode_steps, self._clock()
+        if decode_steps == 1 or not plan.is_decode or plan.has_scaling_pass or sampler_of(plan) is not Sampler.GREEDY:
+            return None
+        later = self.scheduler.plan_ahead(plan, decode_steps - 1, start_s)
+        if not later:
+            return None
+        plans = (plan, *later)
+        for step in plans:
+            self._rows.update(step.chunks, self.slot_cache.lookup, self._gated_set_ids)
+        tokens = self._run_many(plans, self._bucket(plan))
+        tokens.copy_to_host_async()
+        return _InFlight(plans=plans, sampled=SampledTokens(tokens, None, None, None), dispatched_s=start_s)
+
+    def _bucket(self, plan: StepPlan) -> Bucket:
+        # Those of running requests that the step leaves out are counted too: they are few, and counting is slow.
+        return self.buckets.of(plan, self.slot_cache.num_pinned_slots)
 
     def _run(self, plan: StepPlan, bucket: Bucket, sampler: Sampler) -> SampledTokens:
         batch, tables = build_batch(plan, bucket), self._tables(bucket)
@@ -431,6 +459,12 @@ class Engine:
         self._cache, self._last_tokens = result.cache, result.last_tokens
         self._last_tokens, sampled = self._programs.sample(sampler, result, tables, batch)
         return sampled
+
+    def _run_many(self, plans: Sequence[StepPlan], bucket: Bucket) -> Int[Array, "num_steps num_seqs"]:
+        batches = [build_batch(plan, bucket) for plan in plans]
+        result = self._programs.forward_many(bucket, self._cache, self._last_tokens, self._tables(bucket), batches)
+        self._cache, self._last_tokens = result.cache, result.last_tokens
+        return result.tokens
 
     def _load(self, loads: Iterable[Load]) -> None:
         """Copies staged adapters into their slots; ordered on the device after the steps that read the slots before."""
@@ -450,19 +484,26 @@ class Engine:
 
     # Reading a step's tokens
 
-    def _commit(self, step: _InFlight) -> list[RequestOutput]:
-        sampled: SampledTokens = jax.tree.map(np.asarray, step.sampled)
-        tokens = sampled.tokens.tolist()
-        now_s = self._clock()
-        self.metrics.observe_step(step.plan, now_s - step.dispatched_s)
+    def _commit(self, dispatched: _InFlight) -> list[RequestOutput]:
+        sampled: SampledTokens = jax.tree.map(np.asarray, dispatched.sampled)
+        plans, now_s = dispatched.plans, self._clock()
         outputs = []
-        for i, chunk in enumerate(step.plan.chunks):
+        for plan, tokens in zip(plans, sampled.tokens.reshape(len(plans), -1).tolist(), strict=True):
+            self.metrics.observe_step(plan, (now_s - dispatched.dispatched_s) / len(plans))
+            outputs += self._commit_step(plan, tokens, sampled, now_s)
+        self.metrics.observe_tokens(len(outputs))
+        return outputs
+
+    def _commit_step(
+        self, plan: StepPlan, tokens: Sequence[int], sampled: SampledTokens, now_s: float
+    ) -> list[RequestOutput]:
+        outputs = []
+        for i, chunk in enumerate(plan.chunks):
             if chunk.samples and not chunk.request.is_finished:
                 request, logprobs = chunk.request, ()
                 if request.sampling.logprobs is not None:
                     logprobs = (_token_logprob(request, i, sampled),)
                 outputs.append(self._commit_token(request, tokens[i], logprobs, now_s))
-        self.metrics.observe_tokens(len(outputs))
         return outputs
 
     def _commit_token(

@@ -7,11 +7,12 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 from tqdm import tqdm
 
@@ -19,7 +20,16 @@ from dymerge_jax.kv_cache import KVCache
 from dymerge_jax.layered_step import LayeredStep
 from dymerge_jax.model import Implementations, SplitModel
 from dymerge_jax.sampling import SampledTokens
-from dymerge_jax.step import StepResult, StepTables, Weights, forward_step, sample_step, split_weights
+from dymerge_jax.step import (
+    StepResult,
+    StepsResult,
+    StepTables,
+    Weights,
+    forward_step,
+    forward_steps,
+    sample_step,
+    split_weights,
+)
 from dymerge_jax.step_batch import NUM_SEQ_FIELDS, PackedBatch, packed_len
 from serving.batch import Bucket, Buckets, make_buckets
 from serving.plan import StepPlan
@@ -27,6 +37,9 @@ from serving.program_store import ProgramStore, store_beside_jax_cache
 
 CompiledStep = Callable[..., StepResult]
 """Called as (weights, cache, last_tokens, tables, batch), as `forward_step` is without its static arguments."""
+
+CompiledSteps = Callable[..., StepsResult]
+"""The same of `forward_steps`."""
 
 
 class Sampler(enum.Enum):
@@ -53,6 +66,8 @@ def sampler_of(plan: StepPlan) -> Sampler:
     return result
 
 
+_SMALL_MODEL_BYTES = 6e9  # read in 1.4 ms
+_DECODE_STEPS = 4
 _NUM_LOADING_THREADS = 4  # one compiles and one lowers; more are of use to programs that are loaded
 _FEW_SLOTS = 8
 _FEW_SLOTS_SEQS = (64,)  # on an H200, one adapter for all: 64 rows 5.65 ms against 5.74, 32 rows no gain, 1 row a loss
@@ -69,6 +84,15 @@ def decode_programs(num_seqs: int, num_slots: int) -> tuple[int | None, ...]:
     if num_seqs in _FEW_SLOTS_SEQS and num_slots > _FEW_SLOTS:
         return (0, _FEW_SLOTS, None)
     return (0, None)
+
+
+def pick_decode_steps(model: SplitModel) -> int:
+    """`EngineConfig.decode_steps` for this backend and model.
+
+    On an H200's host a step takes the host 1.3 ms, which is more than a model of a billion parameters needs.
+    """
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model.state))
+    return 1 if _is_cpu() or num_bytes > _SMALL_MODEL_BYTES else _DECODE_STEPS
 
 
 def pick_buckets(max_num_seqs: int, max_num_batched_tokens: int, num_slots: int) -> Buckets:
@@ -134,6 +158,36 @@ def compile_whole_step(
     return store.program(description, args, result, compile)
 
 
+def compile_steps(
+    model: SplitModel,
+    bucket: Bucket,
+    cache: KVCache,
+    last_tokens: Int[Array, " num_rows"],
+    tables: StepTables,
+    implementations: Implementations,
+    *,
+    num_steps: int,
+    turn: contextlib.AbstractContextManager[object],
+    store: ProgramStore | None = None,
+) -> CompiledSteps:
+    """So many decode steps of a bucket as one program, made or taken as `compile_whole_step` does it."""
+    structure, weights = split_weights(model.graph, model.state)
+    batches = jax.ShapeDtypeStruct((num_steps, *abstract_batch(bucket).shape), jnp.int32)
+    args = (weights, cache, last_tokens, tables, batches)
+    statics = {"num_seqs": bucket.num_seqs, "max_slots": bucket.max_slots, "implementations": implementations}
+
+    def compile() -> jax.stages.Compiled:
+        lowered = forward_steps.lower(structure, *args, **statics)
+        with turn:
+            return lowered.compile()
+
+    if store is None:
+        return compile()
+    description = f"forward_steps {model.config} {structure.state} {sorted(statics.items())}"
+    result = StepsResult(last_tokens=last_tokens, cache=cache, tokens=last_tokens)
+    return store.program(description, args, result, compile)
+
+
 def compile_layered_step(
     model: SplitModel,
     bucket: Bucket,
@@ -167,6 +221,7 @@ class StepPrograms:
       model: weights on the device.
       buckets: sizes of the forward steps.
       implementations: of the ops.
+      decode_steps: decode steps of one call of `forward_many`; with 1 there is none.
       compile_step: makes a bucket's forward step; None picks the way that suits the backend, and takes whole programs
         from JAX's cache folder, if it has one.
     """
@@ -177,6 +232,7 @@ class StepPrograms:
         buckets: Buckets,
         implementations: Implementations,
         *,
+        decode_steps: int = 1,
         compile_step: Callable[..., CompiledStep] | None = None,
     ) -> None:
         self._model = model
@@ -184,7 +240,9 @@ class StepPrograms:
         self._buckets = buckets
         self.implementations = implementations
         self._compile_step = compile_step or (compile_layered_step if _is_cpu() else _compile_or_load(self._weights))
+        self.decode_steps = decode_steps
         self._forward: dict[Bucket, CompiledStep] = {}
+        self._forward_many: dict[Bucket, CompiledSteps] = {}
         # For a GPU, XLA times candidate kernels on the device as it compiles: two at once would disturb each other.
         # Lowering, which Python does, goes on beside it.
         self._turn = contextlib.nullcontext() if _is_cpu() else threading.Lock()
@@ -193,7 +251,7 @@ class StepPrograms:
     @property
     def num_programs(self) -> int:
         """Programs compiled so far."""
-        return len(self._forward) + len(self._sample)
+        return len(self._forward) + len(self._forward_many) + len(self._sample)
 
     def compile(
         self,
@@ -203,7 +261,7 @@ class StepPrograms:
         *,
         progress: bool,
     ) -> None:
-        """Compiles a forward step for every bucket and the samplers for every number of sequences.
+        """Compiles a forward step for every bucket, several in one, and samplers for every number of sequences.
 
         Args:
           cache, last_tokens: as every call of `forward` has them.
@@ -213,6 +271,10 @@ class StepPrograms:
         jobs = [
             functools.partial(self._compile_forward, bucket, cache, last_tokens, tables(bucket))
             for bucket in self._buckets.all
+        ]
+        jobs += [
+            functools.partial(self._compile_forward_many, bucket, cache, last_tokens, tables(bucket))
+            for bucket in self._buckets_of_many
         ]
         jobs += [
             functools.partial(self._compile_sampler, num_seqs, sampler, last_tokens, tables(self._buckets.all[0]))
@@ -232,6 +294,37 @@ class StepPrograms:
         self._forward[bucket] = self._compile_step(
             self._model, bucket, cache, last_tokens, tables, self.implementations, turn=self._turn
         )
+
+    @property
+    def _buckets_of_many(self) -> tuple[Bucket, ...]:
+        return self._buckets.decode if self.decode_steps > 1 else ()
+
+    def _compile_forward_many(
+        self, bucket: Bucket, cache: KVCache, last_tokens: Int[Array, " num_rows"], tables: StepTables
+    ) -> None:
+        if _is_cpu():  # where a step takes much longer than the host's part, one after another will do
+            self._forward_many[bucket] = functools.partial(self._one_after_another, bucket)
+            return
+        (device,) = cast(Array, self._weights[0]).devices()
+        args = self._model, bucket, cache, last_tokens, tables, self.implementations
+        store = store_beside_jax_cache(device)
+        self._forward_many[bucket] = compile_steps(*args, num_steps=self.decode_steps, turn=self._turn, store=store)
+
+    def _one_after_another(
+        self,
+        bucket: Bucket,
+        weights: Weights,
+        cache: KVCache,
+        last_tokens: Int[Array, " num_rows"],
+        tables: StepTables,
+        batches: Int[np.ndarray, "num_steps packed_len"],
+    ) -> StepsResult:
+        tokens = []
+        for batch in batches:
+            result = self._forward[bucket](weights, cache, last_tokens, tables, batch)
+            cache, last_tokens = result.cache, result.last_tokens
+            tokens.append(np.asarray(result.tokens))
+        return StepsResult(last_tokens, cache, jax.device_put(np.stack(tokens)))
 
     def _compile_sampler(
         self, num_seqs: int, sampler: Sampler, last_tokens: Int[Array, " num_rows"], tables: StepTables
@@ -253,6 +346,10 @@ class StepPrograms:
             elif not _is_cpu():  # a CPU has nothing to set up: a first call takes what any other does
                 yield bucket, Sampler.GREEDY
 
+    def first_calls_of_many(self) -> tuple[Bucket, ...]:
+        """The same for `forward_many`."""
+        return () if _is_cpu() else self._buckets_of_many
+
     def forward(
         self,
         bucket: Bucket,
@@ -263,6 +360,18 @@ class StepPrograms:
     ) -> StepResult:
         """`forward_step` of this bucket; cache and last_tokens are donated."""
         return self._forward[bucket](self._weights, cache, last_tokens, tables, batch.array)
+
+    def forward_many(
+        self,
+        bucket: Bucket,
+        cache: KVCache,
+        last_tokens: Int[Array, " num_rows"],
+        tables: StepTables,
+        batches: Sequence[PackedBatch],
+    ) -> StepsResult:
+        """`forward_steps` of a decode bucket, for `decode_steps` batches; cache and last_tokens are donated."""
+        arrays = np.stack([batch.array for batch in batches])
+        return self._forward_many[bucket](self._weights, cache, last_tokens, tables, arrays)
 
     def sample(
         self, sampler: Sampler, result: StepResult, tables: StepTables, batch: PackedBatch

@@ -46,7 +46,9 @@ class Scheduler:
 
     The engine's loop, with step k-1 still running on the device:
       1. `plan(now_s)` gives step k; blocks, slots, rows and pins change hands here and nowhere else but in `finish`.
-      2. The engine copies `plan.loads`, dispatches the step, and calls `on_dispatched(plan)`.
+      2. The engine copies `plan.loads`, dispatches the step, and calls `on_dispatched(plan)`. Or it has `plan_ahead`
+         count step k and those after it as dispatched, and dispatches them at once; what is said of a step is then true
+         of all of them together.
       3. The engine reads the tokens of step k-1: `Request.commit_token` for each request that is not finished, then
          `finish` for those that end. Tokens of finished requests are dropped.
 
@@ -251,7 +253,7 @@ class Scheduler:
     def plan(self, now_s: float) -> StepPlan:
         """Chooses what the next step runs, and hands out rows, blocks and slots for it.
 
-        To be called with at most one dispatched step whose tokens are not committed.
+        To be called with at most one dispatch whose tokens are not committed, of one step or of several.
 
         Args:
           now_s: the time, on the clock of `Request.arrival_s`.
@@ -264,6 +266,35 @@ class Scheduler:
         if self.num_waiting and self._free_rows and not draft.is_short_of_blocks:
             self._admit(draft, now_s)
         return StepPlan(tuple(draft.chunks.values()), tuple(draft.loads), tuple(draft.preempted))
+
+    def plan_ahead(self, plan: StepPlan, num_steps: int, now_s: float) -> list[StepPlan]:
+        """The `num_steps` plans after `plan`, if all are decode steps of its rows and need nothing that others hold.
+
+        A row is left out from where it reaches its limit. All of the plans, `plan` among them, count as dispatched
+        then. Else, and while a request waits, lest it wait longer, there are none, and nothing has changed.
+
+        Args:
+          plan: the last one of `plan`, not dispatched yet.
+          num_steps: at least 1.
+          now_s: as for `plan`.
+        """
+        going_on = self._running_in_order()
+        if self.num_waiting or not plan.is_decode or len(going_on) != plan.num_seqs:
+            return []
+        steps = [min(1 + num_steps, r.token_limit - 1 - r.num_computed_tokens) for r in going_on]
+        num_blocks = sum(
+            max(0, self._blocks_for(request, request.num_computed_tokens + n) - len(request.block_table))
+            for request, n in zip(going_on, steps, strict=True)
+        )
+        if max(steps, default=0) <= num_steps or num_blocks > self.block_pool.num_free:
+            return []
+        self.on_dispatched(plan)
+        plans = []
+        for _ in range(num_steps):
+            plans.append(self.plan(now_s))
+            self.on_dispatched(plans[-1])
+        assert all(p.chunks and p.is_decode and not p.loads and not p.preempted for p in plans), "rows have changed"
+        return plans
 
     def wanted_adapters(self, now_s: float, look_ahead: int) -> list[str]:
         """Adapters without slots of waiting requests, in the order in which the policy would take these.

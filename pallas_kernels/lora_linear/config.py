@@ -150,7 +150,7 @@ def _by_rule(problem: Problem) -> KernelConfig:
         splits *= 2
     # What the measured shapes have in common.
     num_loads = p.in_features // depth
-    shrink_splits = _largest_divisor(num_loads, at_most=8)
+    shrink_splits = _largest_divisor(num_loads, at_most=min(8, max(1, p.in_features // 256)))
     return KernelConfig(
         columns=columns,
         depth=depth,

@@ -196,7 +196,8 @@ def step_times_s(engine: Engine, num_steps: int, events: Iterator[None] | None) 
         engine.step()
         now_s = time.perf_counter()
         if read is not None:
-            seconds["decode" if read.plan.is_decode else "mixed"].append(now_s - last_s)
+            is_decode = all(plan.is_decode for plan in read.plans)
+            seconds["decode" if is_decode else "mixed"].append((now_s - last_s) / len(read.plans))
         last_s = now_s
     return seconds
 

@@ -123,6 +123,7 @@ class StepTimer:
         self.dispatch_s: list[float] = []
         self.commit_s: list[float] = []
         engine._dispatch = self._timed(engine._dispatch, self.dispatch_s)
+        engine._dispatch_many = self._timed(engine._dispatch_many, self.dispatch_s)
         engine._commit = self._timed(engine._commit, self.commit_s)
 
     def clear(self) -> None:
@@ -134,7 +135,8 @@ class StepTimer:
         def timed(*args: Any) -> Any:
             start_s = time.perf_counter()
             result = method(*args)
-            seconds.append(time.perf_counter() - start_s)
+            if result is not None:  # what _dispatch_many leaves to _dispatch
+                seconds.append(time.perf_counter() - start_s)
             return result
 
         return timed
@@ -175,8 +177,9 @@ def run_workload(
     while engine.has_work:
         outputs = engine.step()
         now_s = time.perf_counter()
-        if len(outputs) == workload.batch:
-            step_s.append(now_s - last_s)
+        num_steps, rest = divmod(len(outputs), workload.batch)
+        if num_steps and not rest:
+            step_s.append((now_s - last_s) / num_steps)
             if trace is not None and len(step_s) == _SETTLING_STEPS:
                 jax.profiler.start_trace(trace)
             if trace is not None and len(step_s) == _SETTLING_STEPS + TRACED_STEPS:
@@ -256,6 +259,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--max-num-batched-tokens", type=int, default=8192, help="tokens of a prefill step (default: %(default)s)"
     )
     parser.add_argument(
+        "--decode-steps",
+        type=int,
+        help="steps of one dispatch, whose time is divided by them (default: the engine's choice; 1 with --trace)",
+    )
+    parser.add_argument(
         "--rank", type=int, default=8, help="rank of the adapters and of the slots (default: %(default)s)"
     )
     parser.add_argument("--prompt-len", type=int, default=128, help="tokens (default: %(default)s)")
@@ -287,6 +295,7 @@ def make_engine(options: argparse.Namespace, batches: Sequence[int], prefill: tu
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=max(options.prompt_len + options.output_len, prefill_len + 2),
         enable_prefix_cache=False,  # every run has the same prompts
+        decode_steps=options.decode_steps,
     )
     sizes = sorted({*batches, max_num_seqs})
     buckets = Buckets(
@@ -368,6 +377,8 @@ def main() -> None:
         if not (batch.isdigit() and prompt_len.isdigit()):
             parser.error(f"--prefill is {options.prefill!r}; expected BATCHxTOKENS such as 16x2048, or none")
         prefill = int(batch), int(prompt_len)
+    if options.trace is not None and options.decode_steps is None:
+        options.decode_steps = 1  # a trace is of so many dispatches
     engine = make_engine(options, batches, prefill)
     start_s = time.perf_counter()
     engine.compile()

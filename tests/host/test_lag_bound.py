@@ -217,6 +217,7 @@ def test_base_requests_wait_for_rows_only_even_behind_overdue_ones(incoming: lis
         rows_left = scheduler.max_num_seqs - scheduler.num_running - len(claimants)
         assert rows_left <= 0 or all(r.adapters for r in scheduler.waiting), f"{scheduler.waiting}, {rows_left} rows"
         scheduler.on_dispatched(plan)
-        stream.engine._commit(stream.engine._previous)
-        stream.engine._previous = plan
+        for previous in stream.engine._previous:
+            stream.engine._commit(previous)
+        stream.engine._previous = [plan]
         stream.step += 1

@@ -83,6 +83,49 @@ def test_the_late_token_of_a_stopped_request_is_dropped():
     assert engine.num_dropped_tokens == 1
 
 
+def test_steps_planned_ahead_are_those_that_would_follow_one_by_one():
+    traces, numbers = [], []
+    for decode_steps in (1, 4):
+        engine = FakeEngine(make_scheduler(block_size=4), decode_steps)
+        requests = [make_request(name, num_prompt=n, max_tokens=9 + n) for name, n in (("a", 3), ("b", 6), ("c", 1))]
+        for request in requests:
+            engine.scheduler.add(request)
+        engine.run()
+        check_finished(engine, requests)
+        traces.append([step for step in engine.trace if step != ([], (), [])])
+        numbers.append(engine.num_planned_ahead)
+    assert traces[0] == traces[1]
+    # Of 15 steps, the first is a prefill; then three times four, as the longest request has two left after that.
+    assert numbers == [0, 9]
+
+
+def test_nothing_is_planned_ahead_of_a_request_that_waits():
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add(make_request("runs", max_tokens=20))
+    scheduler.on_dispatched(scheduler.plan(0.0))
+    scheduler.add(make_request("waits"))
+    plan = scheduler.plan(0.0)
+    assert plan.is_decode
+    assert scheduler.plan_ahead(plan, 3, 0.0) == []
+    scheduler.abort("waits")
+    assert [p.num_seqs for p in scheduler.plan_ahead(plan, 3, 0.0)] == [1, 1, 1]
+
+
+def test_nothing_is_planned_ahead_that_could_preempt_or_would_run_nothing():
+    for num_blocks, max_tokens, is_possible in ((4, 12, True), (3, 9, False), (4, 4, False)):
+        scheduler = make_scheduler(num_blocks=num_blocks, block_size=4)
+        request = make_request("r", num_prompt=4, max_tokens=max_tokens)
+        scheduler.add(request)
+        scheduler.on_dispatched(scheduler.plan(0.0))
+        if not is_possible and max_tokens == 9:
+            scheduler.block_pool.allocate(1)
+        plan = scheduler.plan(0.0)
+        before = repr(request)
+        plans = scheduler.plan_ahead(plan, 5, 0.0)
+        assert [p.chunks[0].start for p in plans] == ([5, 6, 7, 8, 9] if is_possible else [])
+        assert (repr(request) == before) != is_possible
+
+
 def test_decode_rows_come_before_prefill_chunks_and_those_before_admissions():
     scheduler = make_scheduler(max_num_batched_tokens=8)
     scheduler.add(make_request("decode", num_prompt=4))

@@ -22,8 +22,13 @@ SLOTS_BY_ADAPTER = {"a": 1, "b": 1, "c": 1, "d": 2, "e": 3}
 class SchedulerMachine(RuleBasedStateMachine):
     """Few blocks, rows and slots, so that most steps are short of something."""
 
-    @initialize(policy=POLICIES, num_blocks=st.integers(8, 20), budget=st.integers(4, 12))
-    def start(self, policy: str, num_blocks: int, budget: int) -> None:
+    @initialize(
+        policy=POLICIES,
+        num_blocks=st.integers(8, 20),
+        budget=st.integers(4, 12),
+        decode_steps=st.sampled_from([1, 2, 3]),
+    )
+    def start(self, policy: str, num_blocks: int, budget: int, decode_steps: int) -> None:
         policies = {
             "lag": Lag(0.3),
             "theta-0": Lag(0.0),
@@ -41,7 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_model_len=16,
         )
-        self.engine = FakeEngine(scheduler)
+        self.engine = FakeEngine(scheduler, decode_steps)
         self.requests: list[Request] = []
         self.now_s = 0.0
 
@@ -120,7 +125,7 @@ def test_a_random_workload_with_aborts_and_preemptions_runs_to_completion(seed: 
         max_num_batched_tokens=16,
         max_model_len=48,
     )
-    engine, requests = FakeEngine(scheduler), []
+    engine, requests = FakeEngine(scheduler, decode_steps=1 + seed % 3), []
     for i in range(60):
         adapters = draw.choice(["", "a", "b", "c", "ab", "abc", "d", "ad", "e"])
         size = {"num_prompt": draw.randrange(1, 30), "max_tokens": draw.randrange(1, 30)}
@@ -137,3 +142,4 @@ def test_a_random_workload_with_aborts_and_preemptions_runs_to_completion(seed: 
     check_finished(engine, requests)
     assert scheduler.num_preemptions > 0
     assert engine.num_dropped_tokens > 0
+    assert (engine.num_planned_ahead > 0) == (engine.decode_steps > 1)

@@ -3,12 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array
 
-from dymerge_jax.kv_cache import empty_cache
+from dymerge_jax.kv_cache import KVCache, empty_cache
 from dymerge_jax.layered_step import LayeredStep
 from dymerge_jax.library import Model
 from dymerge_jax.model import Implementations
-from dymerge_jax.step import StepTables, forward_step, split_weights
+from dymerge_jax.step import StepTables, forward_step, forward_steps, split_weights
 from dymerge_jax.step_batch import AdapterMix, PackedBatch, packed_batch, packed_rows
 from tests.support.tiny_models import random_adapter, random_gated_set, tiny_model
 
@@ -69,6 +70,42 @@ def test_a_layered_step_equals_the_step_as_one_program(case: tuple[Model, Adapte
         for tokens in last_tokens:
             np.testing.assert_array_equal(np.asarray(tokens)[batch.seqs[0, sampled]], want[batch.seqs[0, sampled]])
             assert int(tokens[1]) == 3, "a row without a sequence has lost its token"
+
+
+def test_many_steps_at_once_give_what_one_after_another_gives(case: tuple[Model, AdapterMix]) -> None:
+    """A row that ends first is left out of the later steps."""
+    model, mix = case
+    structure, weights = split_weights(model.split.graph, model.split.state)
+    rows = packed_rows(3, 6)
+    rows.weights[:], rows.gated_set_ids[:] = mix.weights, mix.gated_set_ids
+    tables = StepTables(model.slots, model.gates, jnp.asarray(rows.array), BLOCK_TABLES)
+    batches = [packed_batch(2, 2) for _ in range(3)]
+    for i, batch in enumerate(batches):
+        batch.seqs.T[0] = [2, 0, 1, 2 + i, 1, 1, 1 + i]
+        batch.seqs.T[1] = [0, 1, 1, 3 + i, 1, 1, i] if i < 2 else [0, 1, 0, 0, 0, 0, 0]
+    prompts = packed_batch(8, 2)
+    prompts.tokens[:5] = [5, 9, 2, 40, 7]
+    prompts.seqs.T[:] = [[2, 0, 2, 0, 0, 1, 0], [0, 2, 3, 0, 0, 1, 0]]
+
+    def begin() -> tuple[KVCache, Array]:
+        cache = empty_cache(model.split.config, num_blocks=12, block_size=4, dtype=model.split.dtype)
+        result = forward_step(structure, weights, cache, jnp.zeros(3, jnp.int32), tables, prompts.array, num_seqs=2)
+        return result.cache, result.last_tokens
+
+    cache, last_tokens = begin()
+    expected = []
+    for batch in batches:
+        result = forward_step(structure, weights, cache, last_tokens, tables, batch.array, num_seqs=2)
+        cache, last_tokens = result.cache, result.last_tokens
+        expected.append(np.asarray(result.tokens))
+    many = forward_steps(
+        structure, weights, *begin(), tables, np.stack([batch.array for batch in batches]), num_seqs=2
+    )  # fmt: skip
+    np.testing.assert_array_equal(np.asarray(many.tokens)[:, 0], np.stack(expected)[:, 0])
+    np.testing.assert_array_equal(np.asarray(many.tokens)[:2, 1], np.stack(expected)[:2, 1])
+    np.testing.assert_array_equal(many.last_tokens, last_tokens)
+    for ours, theirs in zip(many.cache.layers, cache.layers, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from dymerge_jax.gating import build_gate_array
 from dymerge_jax.kv_cache import empty_cache
 from dymerge_jax.lora import empty_slots
 from dymerge_jax.model import Implementations, abstract_model
-from dymerge_jax.step import StepTables, forward_step, sample_step, split_weights
+from dymerge_jax.step import StepTables, forward_step, forward_steps, sample_step, split_weights
 from dymerge_jax.step_batch import NUM_SEQ_FIELDS, packed_len, packed_rows
 from dymerge_jax.xlora import build_xlora_array
 from tests.support.aot_h200 import H200, h200_target
@@ -36,9 +36,17 @@ def ints(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def compile_step(
-    h200: H200, size: str, dtype: Any, num_tokens: int, num_seqs: int, *, gated: bool, xlora: bool = False
+    h200: H200,
+    size: str,
+    dtype: Any,
+    num_tokens: int,
+    num_seqs: int,
+    *,
+    gated: bool,
+    xlora: bool = False,
+    num_steps: int | None = None,
 ) -> tuple[Any, int, int]:
-    """Compiles two layers of a named size.
+    """Compiles two layers of a named size, or `num_steps` runs of them in one program.
 
     Returns the program, the bytes of the cache, and those of the smallest array of slots or blocks.
     """
@@ -65,8 +73,9 @@ def compile_step(
         tables = dataclasses.replace(tables, xlora=array, scaling_tables=block_tables)
     structure, weights = split_weights(model.graph, model.state)
     implementations = Implementations(gate_mix="pallas_triton" if gated else None)
-    step = functools.partial(forward_step, structure, num_seqs=num_seqs, implementations=implementations)
-    batch = ints(packed_len(num_tokens, num_seqs))
+    function = forward_step if num_steps is None else forward_steps
+    step = functools.partial(function, structure, num_seqs=num_seqs, implementations=implementations)
+    batch = ints(*(() if num_steps is None else (num_steps,)), packed_len(num_tokens, num_seqs))
     compiled = h200.compile(step, weights, cache, ints(NUM_ROWS), tables, batch, donate_argnums=(1, 2))
     arrays = [*cache.layers, *(array for g in slots.groups.values() for array in (g.a, g.b))]
     return compiled, num_bytes(cache), min(map(num_bytes, arrays))
@@ -139,6 +148,17 @@ def test_the_last_tokens_keep_their_memory_where_every_row_is_a_sequence(h200: H
     aliases = re.findall(r"\{(\d+)\}: \((\d+), \{\}", program.splitlines()[0])
     results = ("last_tokens", "cache_layers_0", "cache_layers_1")
     assert dict(aliases) == {str(i): parameters[name] for i, name in enumerate(results)}
+
+
+@pytest.mark.slow
+def test_many_steps_compile_to_a_loop_that_copies_no_cache(h200: H200) -> None:
+    compiled, cache_bytes, smallest_bytes = compile_step(
+        h200, "llama-3.2-1b", jnp.bfloat16, NUM_ROWS, NUM_ROWS, gated=False, num_steps=4
+    )
+    memory, program = compiled.memory_analysis(), str(compiled.as_text())
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < smallest_bytes, "an array of slots or blocks is copied"
+    assert re.search(r' while\(.*"known_trip_count":{"n":"4"}', program), "the host would ask the device when to stop"
 
 
 @pytest.mark.slow

@@ -110,6 +110,7 @@ class FakeEngine:
     in the order of dispatch.
 
     Attributes:
+      decode_steps: steps that it dispatches at once where the scheduler can plan ahead.
       stop_after: output tokens after which a request "finds its stop token"; requests not listed go on to the limit.
       positions: positions computed for each request and epoch, in order.
       num_shared_tokens: positions that admitted requests found computed.
@@ -117,6 +118,7 @@ class FakeEngine:
     """
 
     scheduler: Scheduler
+    decode_steps: int = 1
     stop_after: dict[str, int] = dataclasses.field(default_factory=dict)
     positions: dict[tuple[str, int], list[int]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     trace: list[object] = dataclasses.field(default_factory=list)
@@ -124,7 +126,8 @@ class FakeEngine:
     num_dropped_tokens: int = 0
     num_kept_after_preemption: int = 0
     num_shared_tokens: int = 0
-    _previous: StepPlan = dataclasses.field(default_factory=StepPlan)
+    num_planned_ahead: int = 0
+    _previous: Sequence[StepPlan] = ()
     _kv: dict[tuple[int, int], tuple[object, ...]] = dataclasses.field(default_factory=dict)
     _slots: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
     _last_token: dict[int, tuple[str, int, int]] = dataclasses.field(default_factory=dict)
@@ -137,20 +140,28 @@ class FakeEngine:
         self._check_nothing_overtakes(plan, waiting, now_s)
         for load in plan.loads:
             self._slots.update({slot_id: (load.adapter_id, part) for part, slot_id in enumerate(load.slot_ids)})
-        for chunk in plan.chunks:
-            self._run(chunk)
-        self.scheduler.on_dispatched(plan)
+        later = self.scheduler.plan_ahead(plan, self.decode_steps - 1, now_s) if self.decode_steps > 1 else []
+        if not later:
+            self.scheduler.on_dispatched(plan)
+        self.num_planned_ahead += len(later)
+        plans = [plan, *later]
+        for dispatched in plans:
+            self._check_plan(dispatched)
+            for chunk in dispatched.chunks:
+                self._run(chunk)
         self.scheduler.check_integrity()
-        self._commit(self._previous)
+        for previous in self._previous:
+            self._commit(previous)
         self.scheduler.check_integrity()
-        self._previous = plan
-        self.trace.append(
+        self._previous = plans
+        self.trace += [
             (
-                [(c.request.request_id, c.row, c.epoch, c.start, c.num_tokens, c.samples) for c in plan.chunks],
-                plan.loads,
-                [request.request_id for request in plan.preempted],
+                [(c.request.request_id, c.row, c.epoch, c.start, c.num_tokens, c.samples) for c in dispatched.chunks],
+                dispatched.loads,
+                [request.request_id for request in dispatched.preempted],
             )
-        )
+            for dispatched in plans
+        ]
         return plan
 
     def run(self, now_s: float = 0.0, *, step_s: float = 0.01, max_steps: int = 2000) -> float:
@@ -158,7 +169,7 @@ class FakeEngine:
         for _ in range(max_steps):
             if not self.scheduler.has_work:
                 return now_s
-            is_waiting_for_tokens = any(chunk.samples for chunk in self._previous.chunks)
+            is_waiting_for_tokens = any(chunk.samples for previous in self._previous for chunk in previous.chunks)
             plan = self.step(now_s)
             assert plan.chunks or is_waiting_for_tokens, f"nothing runs, waiting: {self.scheduler.waiting}"
             now_s += step_s
