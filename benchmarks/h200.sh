@@ -28,7 +28,7 @@ for part in "$@"; do
     decode)
       export XLA_PYTHON_CLIENT_MEM_FRACTION=0.9
       python3 -m serving.bench.decode --shape 8b --prompt-len 224 --output-len 64 --out "$out/decode-8b.json" &&
-        python3 -m serving.bench.decode --shape 1b --prompt-len 224 --output-len 64 --out "$out/decode-1b.json" ;;
+        python3 -m serving.bench.decode --shape 1b --prompt-len 224 --output-len 128 --out "$out/decode-1b.json" ;;
     step)
       XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python3 -m serving.bench.step --profile --out "$out/step-8b.json" ;;
     kernels)

@@ -86,11 +86,11 @@ def contestants(batch: int) -> list[Contestant]:
         Contestant("static mixes of 2", "none", False, static),
         Contestant("gated", "none", False, gated),
         Contestant("gated, each linear", "none", True, gated),
+        Contestant("gated, one launch", "none", False, gated, "pallas_triton"),
+        Contestant("gated, each linear, one launch", "none", True, gated, "pallas_triton"),
         Contestant("gated, bmm", "bmm", False, gated),
         Contestant("gated, naive", "naive", False, gated),
         Contestant("gated, each linear, naive", "naive", True, gated),
-        Contestant("gated, one launch", "none", False, gated, "pallas_triton"),
-        Contestant("gated, each linear, one launch", "none", True, gated, "pallas_triton"),
     ]
 
 
