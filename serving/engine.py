@@ -8,8 +8,9 @@ The life of a request:
      request uses an X-LoRA set has a program that runs its batch twice: see `dymerge_jax.xlora`.
   4. The step that runs the prompt's last token samples the first output token; from then on it is a decode row. Sampled
      tokens stay on the device, where the next step reads them.
-  5. The host reads the tokens of a step while the next one runs, detokenizes them and checks for the end. A step that
-     was dispatched before the end was seen computes one token too many, which is dropped.
+  5. The host reads the tokens of a dispatch while the next one runs, detokenizes them and checks for the end. Tokens
+     after the end are dropped: one for a step that was dispatched before the end was seen, and with several steps a
+     dispatch those that follow it there, too.
   6. It finishes by a stop token or string, its length limit, or `abort`; row, blocks and pins are released at once.
 """
 
@@ -437,7 +438,7 @@ class Engine:
     def _dispatch_many(self, plan: StepPlan) -> _InFlight | None:
         """Dispatches a decode step and those after it at once; None, and nothing has changed, if they must be apart."""
         decode_steps, start_s = self._programs.decode_steps, self._clock()
-        if decode_steps == 1 or not plan.is_decode or plan.has_scaling_pass or sampler_of(plan) is not Sampler.GREEDY:
+        if decode_steps == 1 or plan.has_scaling_pass or sampler_of(plan) is not Sampler.GREEDY:
             return None
         later = self.scheduler.plan_ahead(plan, decode_steps - 1, start_s)
         if not later:

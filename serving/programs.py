@@ -1,4 +1,6 @@
-"""The compiled programs of an engine: a forward step for each bucket, and samplers for each number of sequences."""
+"""The compiled programs of an engine: a forward step for each bucket, several for decode buckets of a small model, and
+samplers for each number of sequences.
+"""
 
 import concurrent.futures
 import contextlib
@@ -104,7 +106,7 @@ def pick_buckets(max_num_seqs: int, max_num_batched_tokens: int, num_slots: int)
     token does (25 us), so sizes grow by halves or less: an arriving prompt of 220 tokens beside 25 decode rows takes
     256, two of them 512, where 250 tokens in 512 would cost each decode row 6 ms. 64 is for prompts that the prefix
     cache has most of. By default (32 rows, 512 tokens) that makes 8 decode programs and 5 mixed ones; 256 rows, 15
-    and 5.
+    and 5. With several steps a dispatch, there are twice as many decode programs.
     """
     # On a CPU the time of a step grows with its tokens, padding included, and programs compile fast.
     if _is_cpu():
@@ -204,11 +206,6 @@ def compile_layered_step(
         return LayeredStep(model, cache, last_tokens, tables, abstract_batch(bucket), **sizes)
 
 
-def _compile_or_load(weights: Weights) -> Callable[..., CompiledStep]:
-    (device,) = cast(Array, weights[0]).devices()
-    return functools.partial(compile_whole_step, store=store_beside_jax_cache(device))
-
-
 def abstract_batch(bucket: Bucket) -> jax.ShapeDtypeStruct:
     """Shape of the bucket's packed batch."""
     return jax.ShapeDtypeStruct((packed_len(bucket.num_tokens, bucket.num_seqs),), jnp.int32)
@@ -239,7 +236,12 @@ class StepPrograms:
         self._weights = split_weights(model.graph, model.state)[1]
         self._buckets = buckets
         self.implementations = implementations
-        self._compile_step = compile_step or (compile_layered_step if _is_cpu() else _compile_or_load(self._weights))
+        self._store = None
+        if not _is_cpu():
+            (device,) = cast(Array, self._weights[0]).devices()
+            self._store = store_beside_jax_cache(device)
+        whole_step = functools.partial(compile_whole_step, store=self._store)
+        self._compile_step = compile_step or (compile_layered_step if _is_cpu() else whole_step)
         self.decode_steps = decode_steps
         self._forward: dict[Bucket, CompiledStep] = {}
         self._forward_many: dict[Bucket, CompiledSteps] = {}
@@ -305,10 +307,9 @@ class StepPrograms:
         if _is_cpu():  # where a step takes much longer than the host's part, one after another will do
             self._forward_many[bucket] = functools.partial(self._one_after_another, bucket)
             return
-        (device,) = cast(Array, self._weights[0]).devices()
         args = self._model, bucket, cache, last_tokens, tables, self.implementations
-        store = store_beside_jax_cache(device)
-        self._forward_many[bucket] = compile_steps(*args, num_steps=self.decode_steps, turn=self._turn, store=store)
+        sizes = {"num_steps": self.decode_steps, "turn": self._turn, "store": self._store}
+        self._forward_many[bucket] = compile_steps(*args, **sizes)
 
     def _one_after_another(
         self,

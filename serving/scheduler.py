@@ -268,7 +268,7 @@ class Scheduler:
         return StepPlan(tuple(draft.chunks.values()), tuple(draft.loads), tuple(draft.preempted))
 
     def plan_ahead(self, plan: StepPlan, num_steps: int, now_s: float) -> list[StepPlan]:
-        """The `num_steps` plans after `plan`, if all are decode steps of its rows and need nothing that others hold.
+        """The `num_steps` plans after `plan`, if it and they are decode steps and need nothing that others hold.
 
         A row is left out from where it reaches its limit. All of the plans, `plan` among them, count as dispatched
         then. Else, and while a request waits, lest it wait longer, there are none, and nothing has changed.
@@ -279,7 +279,9 @@ class Scheduler:
           now_s: as for `plan`.
         """
         going_on = self._running_in_order()
-        if self.num_waiting or not plan.is_decode or len(going_on) != plan.num_seqs:
+        # A step may also have one token alone of a prompt, for want of budget.
+        are_decode_rows = all(chunk.samples and chunk.num_tokens == 1 for chunk in plan.chunks)
+        if self.num_waiting or not are_decode_rows or len(going_on) != plan.num_seqs:
             return []
         steps = [min(1 + num_steps, r.token_limit - 1 - r.num_computed_tokens) for r in going_on]
         num_blocks = sum(

@@ -127,7 +127,7 @@ def _measured() -> dict[str, Any]:
     """Made on an H200 by `python -m pallas_kernels.lora_linear.tune`.
 
     "configs" holds whole configurations by `Problem.key`, "plain" the fields in which those without adapters differ,
-    "many_rows" those in which the ones for many rank rows do.
+    "many_rows" those that were chosen anew for many rank rows.
     """
     return json.loads(resources.files(__package__).joinpath("h200.json").read_text())
 

@@ -52,6 +52,7 @@ CANDIDATES: dict[str, tuple[int, ...]] = {
 }
 ROUNDS = ("main", "shrink", *CANDIDATES, "plain")
 MANY_ROWS_ROUNDS = ("shrink", "tail_rows", "num_stages", "shrink_columns")
+MANY_ROWS_FIELDS = (*SHRINK_FIELDS, "tail_rows", "num_stages", "shrink_columns")
 _MAX_SHARED_BYTES = 200e3
 _NUM_PROGRAMS = (60, 280)  # fewer leave multiprocessors idle, more come in a second wave
 _PASSES = 3  # over the layers in one call, so that the device has work for longer than the host needs to launch it
@@ -331,9 +332,7 @@ def _table(cases: list[Case], best: list[Choice]) -> dict[str, Any]:
         key = case.problem.key
         made_by = f"{command} ({jax.devices()[0].device_kind}, jax {jax.__version__})"
         if case.problem.has_many_rows:
-            fewer = dataclasses.asdict(pick_config(dataclasses.replace(case.problem, num_rows=MIN_DOT_SIZE * 64)))
-            fields = {k: v for k, v in dataclasses.asdict(choice.config).items() if v != fewer[k]}
-            table["many_rows"][key] = fields
+            table["many_rows"][key] = {name: getattr(choice.config, name) for name in MANY_ROWS_FIELDS}
             table["made_by"][f"{key} many rows"] = made_by
             table["us_per_layer"][f"{key} many rows"] = dict(choice.times or {})
             continue

@@ -86,6 +86,7 @@ def make_engine(options: argparse.Namespace, folders: Sequence[Path]) -> tuple[E
         host_bytes=(len(folders) + 1) * options.rank * content_bytes(config, 1, options.dtype),
     )
     engine_config = EngineConfig(
+        decode_steps=1,  # a step of the engine is one of the device, whatever the model
         adapter_slots=num_slots,
         slot_rank=options.slot_rank,
         max_num_seqs=options.rows,

@@ -117,7 +117,10 @@ def random_adapters(config: LlamaConfig, count: int, *, rank: int) -> dict[str, 
 
 
 class StepTimer:
-    """Splits an engine's steps into dispatching the next one and waiting for the tokens of the one before."""
+    """Splits an engine's steps into dispatching the next one and waiting for the tokens of the one before.
+
+    What is dispatched together shares its time evenly.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.dispatch_s: list[float] = []
@@ -132,11 +135,13 @@ class StepTimer:
 
     @staticmethod
     def _timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
+        def timed(argument: Any) -> Any:
             start_s = time.perf_counter()
-            result = method(*args)
-            if result is not None:  # what _dispatch_many leaves to _dispatch
-                seconds.append(time.perf_counter() - start_s)
+            result = method(argument)
+            # A plan becomes a dispatch, and that is committed; _dispatch_many may leave the plan to _dispatch.
+            dispatched = argument if hasattr(argument, "plans") else result
+            if dispatched is not None:
+                seconds.append((time.perf_counter() - start_s) / len(dispatched.plans))
             return result
 
         return timed
@@ -175,11 +180,11 @@ def run_workload(
     ttft_s, step_s = 0.0, []
     timer.clear()
     while engine.has_work:
-        outputs = engine.step()
+        read = engine._in_flight
+        engine.step()
         now_s = time.perf_counter()
-        num_steps, rest = divmod(len(outputs), workload.batch)
-        if num_steps and not rest:
-            step_s.append((now_s - last_s) / num_steps)
+        if read is not None and all(plan.is_decode and plan.num_seqs == workload.batch for plan in read.plans):
+            step_s.append((now_s - last_s) / len(read.plans))
             if trace is not None and len(step_s) == _SETTLING_STEPS:
                 jax.profiler.start_trace(trace)
             if trace is not None and len(step_s) == _SETTLING_STEPS + TRACED_STEPS:

@@ -150,6 +150,7 @@ def make_engine(options: argparse.Namespace) -> Engine:
         model,
         engine.buckets,
         Implementations(),
+        decode_steps=options.decode_steps,
         compile_step=compile_whole_step if options.real else compile_empty_step,
     )
     engine.compile(progress=options.real)
@@ -160,7 +161,7 @@ def add_requests(engine: Engine, options: argparse.Namespace) -> None:
     """One request a row, of prompts so long that the rows need new blocks at different steps."""
     for i in range(options.rows):
         mix = Mix(tuple((f"lora-{i * options.mix_size + j}", 0.5) for j in range(options.mix_size)))
-        num_steps = options.steps + 2 * _SETTLING_STEPS + options.rows
+        num_steps = (options.steps + 2 * _SETTLING_STEPS + options.rows) * options.decode_steps
         sampling = SamplingParams(max_tokens=num_steps, ignore_eos=True, temperature=options.temperature, seed=i)
         prompt = [1] * (_PROMPT_LEN + i % EngineConfig.block_size)
         engine.add_request(Request(str(i), prompt, sampling, mix, time.monotonic(), mix.adapters))
@@ -194,6 +195,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--max-model-len", type=int, default=4096, help="tokens (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
+    parser.add_argument(
+        "--decode-steps", type=int, default=1, help="of one dispatch, whose time is shown (default: %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=300, help="steps measured (default: %(default)s)")
     parser.add_argument("--real", action="store_true", help="run the step itself")
     parser.add_argument("--out", type=Path, help="JSON file to write")

@@ -1,13 +1,16 @@
 """Several decode steps in one dispatch: what requests get and what the engine owns is as with one."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from serving.engine import Engine
 from serving.request import FinishReason
 from tests.support.engines import make_engine, make_request, run_to_end, token_ids
+from tests.support.tiny_checkpoints import write_tokenizer
 from tests.support.tiny_models import random_adapter, random_gated_set, tiny_model
 
 PROMPT = [5, 9, 2, 40, 7]
@@ -83,6 +86,46 @@ def test_rows_that_draw_step_one_at_a_time(engines: dict[int, Engine], count_dis
         tokens[decode_steps] = {name: token_ids(of_request) for name, of_request in outputs.items()}
     assert tokens[4] == tokens[1]
     assert count_dispatches == []
+
+
+def test_a_stop_string_in_the_midst_of_a_dispatch_cuts_the_text_there(
+    engines: dict[int, Engine], count_dispatches: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tokenizer(tmp_path, 257)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for engine in engines.values():
+        monkeypatch.setattr(engine, "tokenizer", tokenizer)
+
+    def ask(engine: Engine, **sampling: Any) -> tuple[str, list[int], FinishReason | None]:
+        add_requests(engine, {"r": ({"a": 1.0}, 14), "other": ({}, 20)}, **sampling)
+        outputs = run_to_end(engine)["r"]
+        counts = [output.num_output_tokens for output in outputs]
+        assert counts == list(range(1, len(counts) + 1))
+        return "".join(output.text for output in outputs), token_ids(outputs), outputs[-1].finish_reason
+
+    whole, _, reason = ask(engines[4])
+    assert (whole, reason) == (ask(engines[1])[0], FinishReason.LENGTH)
+    for cut in (5, 6, 7, 8):
+        stop = whole[cut : cut + 2]
+        assert ask(engines[4], stop=(stop,)) == ask(engines[1], stop=(stop,))
+    assert count_dispatches
+
+
+@pytest.mark.parametrize(("sampling", "name"), [({"temperature": 1.5, "seed": 3}, "drawn"), ({"logprobs": 1}, "told")])
+def test_a_prompt_that_goes_on_a_token_at_a_time_is_sampled_as_it_asked(
+    engines: dict[int, Engine], sampling: dict[str, Any], name: str
+) -> None:
+    """With no more budget than rows, two decode rows leave a prompt one token a step."""
+    split = engines[1].model
+    tokens = {}
+    for decode_steps in (1, 4):
+        engine = make_engine(split, {}, decode_steps=decode_steps, max_num_seqs=3, max_num_batched_tokens=3)
+        add_requests(engine, {"a": ({}, 30), "b": ({}, 9)})
+        engine.step()
+        engine.add_request(make_request(engine, name, [7, 3, 9, 4, 1, 2, 8, 5], {}, max_tokens=5, **sampling))
+        outputs = run_to_end(engine)
+        tokens[decode_steps] = {key: token_ids(of_request) for key, of_request in outputs.items() if key != "a"}
+    assert tokens[4] == tokens[1]
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 4])

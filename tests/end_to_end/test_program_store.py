@@ -1,19 +1,22 @@
 """Compiled programs on disk: taken at the next start, never wrongly."""
 
+import contextlib
 import functools
 import hashlib
 import os
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from dymerge_jax.model import Implementations
+from dymerge_jax.step import split_weights
 from serving import program_store, programs
 from serving.batch import make_buckets
 from serving.engine import Engine
 from serving.program_store import ProgramStore, store_beside_jax_cache
-from serving.programs import StepPrograms, compile_whole_step
+from serving.programs import StepPrograms, abstract_batch, compile_steps, compile_whole_step
 from tests.support.engines import generate, make_engine
 from tests.support.tiny_models import random_adapter, tiny_model
 
@@ -187,3 +190,22 @@ def test_there_is_a_store_where_jax_keeps_programs(tmp_path: Path) -> None:
         assert store_beside_jax_cache(device) is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.slow
+def test_several_steps_of_one_dispatch_are_kept_apart_from_one_and_from_other_numbers(tmp_path: Path) -> None:
+    split = tiny_model(num_layers=1)
+    engine = make_engine(split, {}, buckets=BUCKETS, max_num_seqs=2, max_num_batched_tokens=8)
+    bucket, num_files = BUCKETS.decode[0], []
+    args = (split, bucket, engine._cache, engine._last_tokens, engine._tables(bucket), Implementations())
+    turn = contextlib.nullcontext()
+    compile_whole_step(*args, turn=turn, store=make_store(tmp_path))
+    for num_steps in (2, 4, 4):
+        program = compile_steps(*args, num_steps=num_steps, turn=turn, store=make_store(tmp_path))
+        num_files.append(len(list(tmp_path.iterdir())))
+    assert num_files == [2, 3, 3]
+    weights = split_weights(split.graph, split.state)[1]
+    batches = np.zeros((4, *abstract_batch(bucket).shape), np.int32)
+    result = program(weights, engine._cache, engine._last_tokens, engine._tables(bucket), batches)
+    assert result.tokens.shape == (4, 2)
+    assert result.last_tokens.shape == (2,)

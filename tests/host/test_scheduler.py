@@ -111,6 +111,18 @@ def test_nothing_is_planned_ahead_of_a_request_that_waits():
     assert [p.num_seqs for p in scheduler.plan_ahead(plan, 3, 0.0)] == [1, 1, 1]
 
 
+def test_a_prompts_single_token_is_no_decode_row_to_plan_ahead():
+    """With no more budget than rows, prompts go on by what decode rows leave."""
+    engine = FakeEngine(make_scheduler(max_num_seqs=3, max_num_batched_tokens=3), decode_steps=4)
+    lengths = [("a", 1, 5), ("b", 1, 30), ("prompt", 30, 30)]
+    requests = [make_request(name, num_prompt=n, max_tokens=most) for name, n, most in lengths]
+    for request in requests:
+        engine.scheduler.add(request)
+    engine.run()
+    check_finished(engine, requests)
+    assert engine.num_planned_ahead > 0
+
+
 def test_nothing_is_planned_ahead_that_could_preempt_or_would_run_nothing():
     for num_blocks, max_tokens, is_possible in ((4, 12, True), (3, 9, False), (4, 4, False)):
         scheduler = make_scheduler(num_blocks=num_blocks, block_size=4)

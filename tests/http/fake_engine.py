@@ -30,6 +30,7 @@ class FakeEngine:
 
     Attributes:
       step_s: how long a step takes, in seconds.
+      tokens_per_step: tokens that every request gets from a step.
       step_error: raised by every step while it is set.
       max_running: further requests wait, in order of arrival.
       added: every request there was, in order of arrival.
@@ -44,6 +45,7 @@ class FakeEngine:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, step_s: float = 0.0, max_running: int = 64) -> None:
         self.tokenizer = tokenizer
         self.step_s = step_s
+        self.tokens_per_step = 1
         self.max_running = max_running
         self.step_error: Exception | None = None
         self.added: list[Request] = []
@@ -101,10 +103,13 @@ class FakeEngine:
         time.sleep(self.step_s)
         if self.step_error is not None:
             raise self.step_error
-        outputs = [self._advance(r) for r in list(self.held.values())[: self.max_running]]
-        for output in outputs:
-            if output.finish_reason is not None:
-                del self.held[output.request_id]
+        outputs = []
+        for _ in range(self.tokens_per_step):
+            advanced = [self._advance(r) for r in list(self.held.values())[: self.max_running]]
+            for output in advanced:
+                if output.finish_reason is not None:
+                    del self.held[output.request_id]
+            outputs += advanced
         return outputs
 
     def _advance(self, request: Request) -> RequestOutput:

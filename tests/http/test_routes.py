@@ -107,6 +107,20 @@ def test_echo_begins_with_the_prompt_streamed_or_not(client: httpx.Client, token
     assert "".join(c["choices"][0]["text"] for c in chunks) == whole
 
 
+def test_several_tokens_of_one_step_are_streamed_one_by_one(client: httpx.Client, engine: FakeEngine) -> None:
+    whole = client.post("/v1/completions", json=GREEDY).json()
+    engine.tokens_per_step = 4
+    assert client.post("/v1/completions", json=GREEDY).json()["choices"] == whole["choices"]
+    body = GREEDY | {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = events(client.post("/v1/completions", json=body))
+    assert "".join(c["choices"][0]["text"] for c in chunks) == whole["choices"][0]["text"]
+    assert [c["choices"][0]["finish_reason"] for c in chunks if c["choices"][0]["finish_reason"]] == ["length"]
+    assert last["usage"] == whole["usage"]
+    stop = whole["choices"][0]["text"][2]  # in the midst of a step
+    answer = client.post("/v1/completions", json=GREEDY | {"stop": stop}).json()["choices"][0]
+    assert (answer["text"], answer["finish_reason"]) == (whole["choices"][0]["text"].partition(stop)[0], "stop")
+
+
 def events(response: httpx.Response) -> list[dict[str, Any]]:
     """The contents of a stream, which must end with [DONE]."""
     assert response.headers["content-type"].startswith("text/event-stream")
