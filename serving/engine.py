@@ -171,7 +171,9 @@ class Engine:
             two_cache_sets=frozenset(s.name for s in self._xlora_sets),
         )
         self.metrics.watch_queues(self.scheduler.running_tally, self.scheduler.waiting_tally)
-        self.buckets = buckets or pick_buckets(config.max_num_seqs, config.max_num_batched_tokens, config.adapter_slots)
+        self.buckets = buckets or pick_buckets(
+            config.max_num_seqs, config.max_num_batched_tokens, config.adapter_slots, config.slot_rank
+        )
         if has_two_caches:
             self.buckets = self.buckets.with_two_passes()
         decode_steps = pick_decode_steps(model) if config.decode_steps is None else config.decode_steps

@@ -33,6 +33,7 @@ from dymerge_jax.step import (
     split_weights,
 )
 from dymerge_jax.step_batch import NUM_SEQ_FIELDS, PackedBatch, packed_len
+from pallas_kernels.lora_linear.config import MANY_ROWS, MAX_TOKENS
 from serving.batch import Bucket, Buckets, make_buckets
 from serving.plan import StepPlan
 from serving.program_store import ProgramStore, store_beside_jax_cache
@@ -75,17 +76,19 @@ _FEW_SLOTS = 8
 _FEW_SLOTS_SEQS = (64,)  # on an H200, one adapter for all: 64 rows 5.65 ms against 5.74, 32 rows no gain, 1 row a loss
 
 
-def decode_programs(num_seqs: int, num_slots: int) -> tuple[int | None, ...]:
+def decode_programs(num_seqs: int, num_slots: int, slot_rank: int) -> tuple[int | None, ...]:
     """`Bucket.max_slots` of the programs of one size of a decode step, for a slot array of `num_slots`.
 
     Where a step takes milliseconds, what it does in case there are many adapters can be seen: a step without adapters
-    has a program of its own, and so have 64 rows that use few slots.
+    has a program of its own, and so have 64 rows that use few slots, and, in a large array, rows that use no more than
+    what `lora_linear` takes for few.
     """
     if _is_cpu():
         return (None,)
-    if num_seqs in _FEW_SLOTS_SEQS and num_slots > _FEW_SLOTS:
-        return (0, _FEW_SLOTS, None)
-    return (0, None)
+    few = {_FEW_SLOTS} if num_seqs in _FEW_SLOTS_SEQS else set()
+    if num_seqs <= MAX_TOKENS:
+        few.add(MANY_ROWS // slot_rank)
+    return (0, *sorted(n for n in few if 0 < n < num_slots), None)
 
 
 def pick_decode_steps(model: SplitModel) -> int:
@@ -97,8 +100,8 @@ def pick_decode_steps(model: SplitModel) -> int:
     return 1 if _is_cpu() or num_bytes > _SMALL_MODEL_BYTES else _DECODE_STEPS
 
 
-def pick_buckets(max_num_seqs: int, max_num_batched_tokens: int, num_slots: int) -> Buckets:
-    """The buckets for this backend and a slot array of `num_slots`.
+def pick_buckets(max_num_seqs: int, max_num_batched_tokens: int, num_slots: int, slot_rank: int) -> Buckets:
+    """The buckets for this backend and a slot array of `num_slots`, of `slot_rank` each.
 
     On a GPU each program is some seconds of the start (2.2 for the 8B shape on an H200), so sizes are where padding
     costs time. A decode step reads all weights whatever its size (8B, batch 1: 4.14 ms, 32: 4.44), so small sizes are
@@ -117,7 +120,7 @@ def pick_buckets(max_num_seqs: int, max_num_batched_tokens: int, num_slots: int)
         max_num_batched_tokens,
         decode_sizes=itertools.chain((1, 4, 16), _powers(32, 2)),
         mixed_sizes=itertools.chain((64, 128), (n for size in _powers(256, 2) for n in (size, size * 3 // 2))),
-        decode_slots=functools.partial(decode_programs, num_slots=num_slots),
+        decode_slots=functools.partial(decode_programs, num_slots=num_slots, slot_rank=slot_rank),
     )
 
 

@@ -19,7 +19,7 @@ _MAX_LOOKUP = 16384
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-    """Block sizes and launch parameters: thought out, not yet measured.
+    """Block sizes and launch parameters: thought out; others were not measured.
 
     Attributes:
       padded_experts: rows of a tile of gates, a power of two.

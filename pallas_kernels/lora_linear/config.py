@@ -10,7 +10,11 @@ from jax.experimental import pallas as pl
 
 MIN_DOT_SIZE = 16  # the tensor cores' smallest tile side
 _FEW_ROWS = 64  # then blocks are small: most have a row or two, and less shared memory lets more programs run
-_MANY_ROWS = 2048  # rank rows of all slots; with more, A and B may be most of what a launch reads
+MANY_ROWS = 1024
+"""Rank rows of all slots; with more, A and B may be most of what a launch reads, and there may be another choice for
+them. It is a worse one for few adapters (on an H200, up to 20 us a layer of the 8B shape), so who knows that there are
+few says so by `Segments.max_segments`."""
+_MANY_ROWS_OF_FEW_TOKENS = 2048  # which have few adapters
 MAX_TOKENS = 64  # more tokens want the library's GEMM: weights are then no longer what takes the time
 
 
@@ -72,7 +76,7 @@ class Problem:
     @property
     def has_many_rows(self) -> bool:
         """Whether large adapters may take most of the time, for which there may be other choices."""
-        return self.num_rows > _MANY_ROWS
+        return self.num_rows > (MANY_ROWS if self.num_tokens > MIN_DOT_SIZE else _MANY_ROWS_OF_FEW_TOKENS)
 
     @property
     def key(self) -> str:

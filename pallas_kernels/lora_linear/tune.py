@@ -8,8 +8,8 @@ of the shrink programs ("shrink"), then single fields; last, for steps without a
 more, with the same splits ("plain"). One timed call runs the op for several layers, so that weights come from memory;
 the score is the mean time over batches without adapters, with one adapter a token, and with three. Every candidate's
 output is checked against the float32 reference before it may win. Problems that are not tuned stay in the table as they
-are. With more rank rows than 2048 (--slots times --rank), what is tuned is how the adapters are read, and the table
-holds that beside the choice for fewer. Never run in production: what serves is what was committed.
+are. With more rank rows than 1024 (--slots times --rank), or 2048 for 16 tokens, what is tuned is how the adapters are
+read, and the table holds that beside the choice for fewer. Never run in production: what serves is what was committed.
 """
 
 import argparse
@@ -311,6 +311,8 @@ def main() -> None:
         for g in options.group
         for t in options.tokens
     ]
+    if len({case.problem.has_many_rows for case in cases}) > 1:
+        parser.error("--slots times --rank is many rank rows for some of --tokens alone; tune these apart")
     possible = MANY_ROWS_ROUNDS if cases[0].problem.has_many_rows else ROUNDS
     rounds = options.rounds or possible
     if unknown := set(rounds) - set(possible):

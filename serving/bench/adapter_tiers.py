@@ -98,7 +98,9 @@ def make_engine(options: argparse.Namespace, folders: Sequence[Path]) -> tuple[E
     if jax.default_backend() != "cpu":
         sizes = (1, options.rows)
         buckets = Buckets(
-            decode=tuple(Bucket(n, n, most) for n in sizes for most in decode_programs(n, num_slots)),
+            decode=tuple(
+                Bucket(n, n, most) for n in sizes for most in decode_programs(n, num_slots, options.slot_rank)
+            ),
             mixed=(Bucket(64, options.rows), Bucket(256, options.rows)),
         )
     engine = Engine(

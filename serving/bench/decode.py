@@ -304,7 +304,7 @@ def make_engine(options: argparse.Namespace, batches: Sequence[int], prefill: tu
     )
     sizes = sorted({*batches, max_num_seqs})
     buckets = Buckets(
-        decode=tuple(Bucket(n, n, m) for n in sizes for m in decode_programs(n, options.slots)),
+        decode=tuple(Bucket(n, n, m) for n in sizes for m in decode_programs(n, options.slots, options.rank)),
         mixed=(Bucket(options.max_num_batched_tokens, max_num_seqs),),
     )
     return Engine(random_model(config, options.dtype), None, store, (), engine_config, buckets=buckets)

@@ -11,7 +11,7 @@ from dymerge_jax.sampling import SampleTargets
 from dymerge_jax.step_batch import StepBatch, unpack_batch, unpack_rows
 from serving.batch import Bucket, RowTables, build_batch, make_buckets
 from serving.plan import Chunk, StepPlan
-from serving.programs import pick_buckets
+from serving.programs import decode_programs, pick_buckets
 from serving.request import Request, SamplingParams
 from tests.support.host import make_request
 
@@ -156,7 +156,7 @@ def test_every_plan_within_the_limits_has_a_bucket_and_only_decode_steps_read_as
         for budget in (max_num_seqs, max_num_seqs + 1, 2 * max_num_seqs, 512, 1000):
             if budget < max_num_seqs:
                 continue
-            buckets = pick_buckets(max_num_seqs, budget, num_slots=64)
+            buckets = pick_buckets(max_num_seqs, budget, num_slots=64, slot_rank=8)
             assert all(b.num_tokens == b.num_seqs <= max_num_seqs for b in buckets.decode)
             assert all(max_num_seqs >= b.num_seqs < b.num_tokens for b in buckets.mixed)
             assert max(b.num_seqs for b in buckets.decode if b.max_slots is None) == max_num_seqs
@@ -182,16 +182,31 @@ def test_on_a_gpu_few_programs_are_compiled_and_a_prompt_beside_decode_rows_is_p
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    buckets = pick_buckets(32, 512, num_slots=64)
+    buckets = pick_buckets(32, 512, num_slots=64, slot_rank=8)
     assert (len(buckets.decode), len(buckets.mixed)) == (8, 5)
     assert buckets.of(plan_of(25, 25 + 220), num_slots=9) == Bucket(256, 32)
-    many = pick_buckets(256, 2048, num_slots=64)
+    many = pick_buckets(256, 2048, num_slots=64, slot_rank=8)
     assert (len(many.decode), len(many.mixed)) == (15, 9)
     assert many.of(plan_of(25, 60), num_slots=0) == Bucket(64, 32)
     assert many.of(plan_of(200, 210), num_slots=0) == Bucket(384, 256)
     padded = [many.of(plan_of(8, n), num_slots=0).num_tokens / n for n in range(150, 2049)]
     assert max(padded) < 1.71
     assert sum(padded) / len(padded) < 1.25
+
+
+def test_a_large_slot_array_has_programs_for_as_many_slots_as_one_launch_takes_for_few(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    assert decode_programs(32, 1000, 8) == (None,)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert decode_programs(32, 128, 8) == (0, None)
+    assert decode_programs(32, 129, 8) == (0, 128, None)
+    assert decode_programs(1, 512, 16) == (0, 64, None)
+    assert decode_programs(64, 512, 16) == (0, 8, 64, None)
+    assert decode_programs(64, 64, 128) == (0, 8, None)
+    assert decode_programs(128, 512, 8) == (0, None)
+    assert decode_programs(1, 0, 8) == (0, None)
+    assert decode_programs(1, 4, 2048) == (0, None)
 
 
 def test_a_decode_step_takes_the_program_made_for_the_fewest_slots_that_suffice():

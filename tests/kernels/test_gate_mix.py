@@ -152,14 +152,19 @@ def test_a_token_that_is_not_finite_poisons_no_other(rng: np.random.Generator, i
     np.testing.assert_array_equal(broken[1][:, ~has_expert], np.tile(case.base[1][:, ~has_expert], (2, 1)))
 
 
-def test_none_picks_the_library_product() -> None:
-    def kernels(implementation: Implementation | None) -> int:
+def test_none_picks_the_kernel_for_few_tokens_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernels(implementation: Implementation | None, *, num_tokens: int = 4, num_experts: int = 8) -> int:
         def run(*arrays: Any) -> Any:
             return gate_mix(*arrays[:-1], layer=arrays[-1], implementation=implementation)
 
-        return str(jax.make_jaxpr(run)(*structs(4, 64, 2, dtype=jnp.float32))).count("pallas_call")
+        arrays = structs(num_tokens, 64, 2, num_experts=num_experts, dtype=jnp.float32)
+        return str(jax.make_jaxpr(run)(*arrays)).count("pallas_call")
 
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert (kernels(None), kernels("reference"), kernels("pallas_triton")) == (0, 0, 1)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert [kernels(None, num_tokens=n) for n in (1, 64, 65)] == [1, 1, 0]
+    assert (kernels(None, num_experts=129), kernels("reference")) == (0, 0)
 
 
 def test_too_many_experts_are_refused_by_the_kernel_alone(rng: np.random.Generator) -> None:
