@@ -210,7 +210,7 @@ class Timing:
     Attributes:
       num_ops: ops of one timed call.
       floor_us: bytes that must move, at the bandwidth that a copy reaches on this device.
-      max_error: largest |difference| from the reference in float32, on outputs of order 1.
+      max_error: largest |difference| from the reference in float32, over the size of outputs that are above 1.
     """
 
     mixes: str
@@ -431,12 +431,13 @@ class Program:
         first, _ = self.run(self.inputs)
         per_op = sorted(seconds / self.num_ops * 1e6 for seconds in _time(self.run, repeats, self.inputs))
         tenth = (len(per_op) - 1) // 10
+        error = jnp.abs(first.astype(jnp.float32) - expected) / jnp.maximum(1, jnp.abs(expected))
         return {
             "num_ops": self.num_ops,
             "median_us": statistics.median(per_op),
             "p10_us": per_op[tenth],
             "p90_us": per_op[-1 - tenth],
-            "max_error": float(jnp.abs(first.astype(jnp.float32) - expected).max()),
+            "max_error": float(error.max()),
         }
 
 

@@ -10,6 +10,8 @@ import numpy as np
 
 PERCENTILES = (50, 90, 99)
 
+_MOST_DIFFERENCES = 32  # that are told apart; a soak may have thousands
+
 
 @dataclasses.dataclass(eq=False)
 class Record:
@@ -169,7 +171,7 @@ def agreement(pairs: Mapping[int, tuple[list[int] | str, list[int] | str]]) -> d
         "sample": len(pairs),
         "equal": len(pairs) - len(differences),
         "compared_tokens": sum(len(loaded) for loaded, _ in pairs.values()),
-        "first_differences": {str(index): at for index, at in sorted(differences.items())},
+        "first_differences": {str(index): at for index, at in sorted(differences.items())[:_MOST_DIFFERENCES]},
     }
 
 
