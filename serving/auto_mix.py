@@ -4,9 +4,9 @@ import dataclasses
 import re
 from typing import Literal
 
+from dymerge_jax.retrieval import MOST_THAT_FIT
 from serving.errors import InvalidRequestError
 
-DEFAULT_K = 3  # LoraRetriever's
 FORMS = '"auto", "auto:K" or "auto:K:softmax"'
 _PATTERN = re.compile(r"auto(?::(?P<k>[0-9]{1,9}))?(?::(?P<weights>equal|softmax))?")
 
@@ -16,7 +16,7 @@ class AutoMix:
     """A mix that is found for the prompt.
 
     Attributes:
-      k: how many adapters, at least 1; None for `DEFAULT_K`, or all where there are fewer.
+      k: how many adapters, at least 1; None for those that fit (`dymerge_jax.retrieval.that_fit`), three at most.
       weights: all equal, or larger for a better fit; they add up to 1.
     """
 
@@ -24,13 +24,13 @@ class AutoMix:
     weights: Literal["equal", "softmax"] = "equal"
 
     def num_adapters(self, num_candidates: int, param: str) -> int:
-        """How many adapters it is, where so many may be found.
+        """How many adapters it is at most, where so many may be found.
 
         Raises:
           InvalidRequestError: If it asks for more.
         """
         if self.k is None:
-            return min(DEFAULT_K, num_candidates)
+            return min(MOST_THAT_FIT, num_candidates)
         if self.k > num_candidates:
             raise InvalidRequestError(
                 f"{param} asks for the {self.k} adapters that fit best, but only {num_candidates} have example "

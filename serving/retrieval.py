@@ -29,6 +29,7 @@ from dymerge_jax.retrieval import (
     example_vectors,
     make_embedder,
     mix_weights,
+    that_fit,
     tokenized_pieces,
 )
 from serving.async_engine import AsyncEngine
@@ -200,8 +201,8 @@ class Retriever:
         """
         self.check(auto, param)
         assert self._scorer is not None
-        k = auto.num_adapters(self.num_candidates, param)
-        return mix_weights(self._scorer.top_k(vectors, k), auto.weights)
+        candidates = self._scorer.top_k(vectors, auto.num_adapters(self.num_candidates, param))
+        return mix_weights(that_fit(candidates) if auto.k is None else candidates, auto.weights)
 
     def check(self, auto: AutoMix, param: str) -> None:
         """Checks, before a prompt is embedded, that there are as many adapters as are asked for.

@@ -127,8 +127,11 @@ def test_a_request_gets_the_adapters_that_fit_its_prompt_and_is_told_which(
             choice = only(client, prompt=prompt, **how)
             assert choice["adapter_mix"] == {name: 1.0}
             assert choice["text"] == only(client, prompt=prompt, adapter_mix={name: 1.0})["text"]
-        everything = only(client, prompt=prompt, adapter_mix="auto")
+        everything = only(client, prompt=prompt, adapter_mix="auto:3")
         assert everything["adapter_mix"] == {"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}  # d has no examples
+        fitting = only(client, prompt=prompt, adapter_mix="auto")["adapter_mix"]
+        assert name in fitting
+        assert set(fitting.values()) == {1 / len(fitting)}
         softmax = only(client, prompt=prompt, adapter_mix="auto:2:softmax")["adapter_mix"]
         assert max(softmax, key=lambda n: softmax[n]) == name
         assert sum(softmax.values()) == pytest.approx(1)
@@ -187,7 +190,7 @@ def test_openais_client_reads_what_was_found(served: tuple[httpx.Client, Engine]
 def test_a_batch_of_found_static_and_base_rows_equals_each_alone(served: tuple[httpx.Client, Engine]) -> None:
     client, engine = served
     asked: list[dict[str, Any]] = [
-        {"prompt": p, "adapter_mix": how} for p in ASKED.values() for how in ("auto:1", "auto")
+        {"prompt": p, "adapter_mix": how} for p in ASKED.values() for how in ("auto:1", "auto:3")
     ]
     asked += [{"prompt": f"{ASKED['a']} {ASKED['b']}", "adapter_mix": "auto:2:softmax"}]
     asked += [{"prompt": p, "adapter_mix": mix} for p in ASKED.values() for mix in ({}, {"a": 1}, {"d": 0.5, "b": -1})]

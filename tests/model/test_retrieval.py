@@ -19,6 +19,7 @@ from dymerge_jax.retrieval import (
     RetrievalIndex,
     Scorer,
     mix_weights,
+    that_fit,
     tokenized_pieces,
 )
 from tests.support import numpy_llama
@@ -192,6 +193,15 @@ def test_weights_are_equal_or_a_softmax_and_add_up_to_one() -> None:
     assert sum(softmax.values()) == pytest.approx(1)
 
 
+@pytest.mark.parametrize(
+    ("scores", "num_left"),
+    [((1.0, 0.5, 0.49), 2), ((0.2, 0.11, 0.1, 0.09), 3), ((1.0, -0.1), 1), ((0.0, 0.0), 2), ((-0.1, -0.1, -0.3), 2)],
+)
+def test_what_fits_less_than_half_as_well_as_the_best_does_not_fit(scores: tuple[float, ...], num_left: int) -> None:
+    candidates = [Candidate(str(i), score) for i, score in enumerate(scores)]
+    assert that_fit(candidates) == candidates[:num_left]
+
+
 def test_an_index_finds_the_adapter_whose_example_a_prompt_repeats(index: RetrievalIndex) -> None:
     assert index.names == tuple(EXAMPLES)
     prompts = [text for texts in EXAMPLES.values() for text in texts]
@@ -209,6 +219,9 @@ def test_an_index_gives_mixes_of_k_adapters(index: RetrievalIndex) -> None:
     assert "sign" in mix
     (mix,) = index.mixes(["Sign it. Items: z"], 3, "softmax")
     assert max(mix, key=lambda name: mix[name]) == "sign"
+    one, two = index.mixes(["Sign it. Items: g, h", "Sign it.\nHow many?"])
+    assert one == {"sign": 1.0}
+    assert two == {"sign": 0.5, "count": 0.5}
     assert index.top_k([], 1) == []
 
 
