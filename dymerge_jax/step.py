@@ -275,9 +275,9 @@ class StepTables:
 class StepResult:
     """What takes the place of a donated argument comes first.
 
-    JAX gives the memory of a donated argument to the first result of its shape. Were `tokens` before `last_tokens`,
-    it would go to them, the step would copy last_tokens, and with their addresses half of its CUDA graph would change
-    with every step, for which the host pays.
+    JAX gives the memory of a donated argument to the first result of its shape. Were `tokens` before `last_tokens`, it
+    would go to them, the step would copy last_tokens, and what reads them in its CUDA graph would be set anew with
+    every step.
 
     Attributes:
       last_tokens: [num_rows] int32, with the greedy tokens of the sequences that sample.

@@ -71,6 +71,10 @@ class Client(Protocol):
         """What the server has counted so far."""
         ...
 
+    async def num_free_blocks(self) -> int | None:
+        """KV blocks without an owner; None if the server does not say."""
+        ...
+
 
 class StepLog:
     """Counts what an engine's scheduler does, from the plans that it dispatches."""
@@ -238,6 +242,9 @@ class InProcessClient:
 
     async def counts(self) -> ServerCounts:
         return self._log.counts()
+
+    async def num_free_blocks(self) -> int | None:
+        return self._engine.scheduler.block_pool.num_free
 
 
 def _engine_of(async_engine: AsyncEngine) -> Engine:

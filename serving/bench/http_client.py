@@ -120,6 +120,10 @@ class HttpClient:
             adapter_uses=int(metrics.get("dymerge_adapter_requests_total", 0)),
         )
 
+    async def num_free_blocks(self) -> int | None:
+        free = (await self.metrics()).get("dymerge_kv_blocks_free")
+        return None if free is None else int(free)
+
     async def metrics(self) -> dict[str, float]:
         """The server's metrics by name, those of all labels added up; empty if it has none."""
         try:

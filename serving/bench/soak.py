@@ -103,7 +103,7 @@ async def soak(
     run = _Run(point, options, [Record(i % len(templates), r.arrival_s, r.prompt_len) for i, r in enumerate(trace)])
     draw = random.Random(point.seed)
     vanish = [_vanish_s(draw) if draw.random() < options.vanish_share else None for _ in trace]
-    before = await client.counts()
+    before, num_free = await client.counts(), await client.num_free_blocks()
     if options.server_pid is not None:
         resident_bytes(options.server_pid)  # a wrong number is said at once
     async with contextlib.AsyncExitStack() as stack:
@@ -118,7 +118,7 @@ async def soak(
             records=run.records,
         )  # fmt: skip
     report(run.partial())
-    failures = await _settle(client, engine, is_cut)
+    failures = await _settle(client, engine, is_cut, num_free)
     counts = (await client.counts()).since(before)
     same = await _compare_with_alone(client, templates, run, failures)
     failures += [*run.failed(), *run.growth(), *run.disturbed.failures]
@@ -262,13 +262,16 @@ def grows(memory: Sequence[dict[str, float]], name: str) -> str | None:
     return f"{name} grew from {early / 1e6:.0f} to {late / 1e6:.0f} MB, more than the {allowed / 1e6:.0f} MB allowed"
 
 
-async def _settle(client: Client, engine: Engine | None, is_cut: bool) -> list[str]:
+async def _settle(client: Client, engine: Engine | None, is_cut: bool, num_free_before: int | None) -> list[str]:
     failures = [f"requests had not ended {_SETTLE_S:.0f} s after the last arrival"] if is_cut else []
     try:
         await asyncio.wait_for(client.settle(), _SETTLE_S)
     except TimeoutError:
         failures.append(f"{_SETTLE_S:.0f} s after the last client had left, requests are still running")
         return failures
+    num_free = await client.num_free_blocks()
+    if num_free is not None and num_free != num_free_before:
+        failures.append(f"{num_free} KV blocks are free in the idle server, but {num_free_before} were at the start")
     if engine is not None:
         failures += leaks(engine)
     return failures

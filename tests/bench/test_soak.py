@@ -49,6 +49,11 @@ def test_a_soak_notices_requests_that_fail():
     )
 
 
+def test_a_soak_notices_blocks_that_do_not_come_back():
+    result = run(FakeServer(blocks_lost=2))
+    assert result["failures"] == ["96 KV blocks are free in the idle server, but 98 were at the start"]
+
+
 def test_answers_that_depend_on_the_load_are_told_where_they_need_not_be_exact():
     result = run(FakeServer(token_s=0.004, depends_on_load=True), are_outputs_exact=False)
     assert result["agreement"]["equal"] < result["agreement"]["sample"]

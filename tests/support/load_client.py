@@ -22,6 +22,8 @@ class FakeServer:
       most_running: most at once.
       vanished: indices of the requests whose client left.
       num_sent: requests so far.
+      free_blocks: blocks that it says are free.
+      blocks_lost: how many fewer they are each time.
     """
 
     vocab: int = 100
@@ -33,6 +35,8 @@ class FakeServer:
     most_running: int = 0
     vanished: list[int] = dataclasses.field(default_factory=list)
     num_sent: int = 0
+    free_blocks: int = 100
+    blocks_lost: int = 0
 
     async def generate(self, request: TraceRequest, record: Record, clock: Clock, *, seed: int) -> None:
         self.num_sent += 1
@@ -54,6 +58,10 @@ class FakeServer:
             raise
         finally:
             self.running -= 1
+
+    async def num_free_blocks(self) -> int | None:
+        self.free_blocks -= self.blocks_lost
+        return self.free_blocks
 
     async def settle(self) -> None:
         while self.running:
