@@ -182,6 +182,7 @@ class Engine:
         self._detokenizers: dict[str, IncrementalDetokenizer] = {}
         self._is_idle = False  # the last step found nothing to run or to read
         self._num_reads = 0  # of the loader, as far as they are counted
+        self._observe()
 
     def close(self) -> None:
         """Ends the threads and processes that load adapters; no step may follow. May be called twice."""
@@ -557,7 +558,7 @@ class Engine:
             self._free_if_unused(adapter_id)
 
     def _observe(self) -> None:
-        """Shows what is owned: after each step, and where something changes that no step may follow."""
+        """Shows what is owned: at the start, after each step, and where something changes that no step may follow."""
         self.metrics.set_resources(
             num_resident=len(self.slot_cache.resident),
             num_loading=self.loader.num_loading,

@@ -12,8 +12,9 @@ from dymerge_jax.kv_cache import KVCache
 from dymerge_jax.lora import SlotArray
 from dymerge_jax.step import StepTables
 from dymerge_jax.step_batch import PackedBatch
-from serving.adapter_store import KnownAdapter
+from serving.adapter_store import AdapterStore, KnownAdapter
 from serving.batch import Bucket, Buckets, make_buckets
+from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.request import FinishReason, RequestOutput
 from tests.support.engines import generate, make_engine, make_request, make_tight_engine, run_to_end, token_ids
@@ -372,6 +373,13 @@ def test_what_the_engine_does_is_counted(engine: Engine) -> None:
     }.items():
         assert rise[name] == expected, name
     assert (after["adapters_resident"], after["kv_blocks_free"]) == (2, 24)
+
+
+def test_what_is_free_can_be_seen_before_the_first_step() -> None:
+    split = tiny_model(num_layers=1)
+    store = AdapterStore(split.config, slot_rank=4, dtype=split.dtype)
+    engine = Engine(split, None, store, (), EngineConfig(max_num_seqs=2, max_model_len=48, num_blocks=5))
+    assert "dymerge_kv_blocks_free 5.0" in engine.metrics.render().decode().splitlines()
 
 
 @pytest.mark.slow
