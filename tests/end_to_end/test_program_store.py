@@ -4,7 +4,9 @@ import contextlib
 import functools
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -192,20 +194,33 @@ def test_there_is_a_store_where_jax_keeps_programs(tmp_path: Path) -> None:
         jax.config.update("jax_compilation_cache_dir", before)
 
 
+class RecordingStore(ProgramStore):
+    """Keeps nothing; knows what programs were told apart by, and what their results were said to be."""
+
+    def __init__(self) -> None:
+        self.keys: list[tuple[Any, ...]] = []
+        self.trees: list[Any] = []
+
+    def program(self, description: str, args: tuple[Any, ...], result: Any, compile: Callable[[], Any]) -> Any:
+        self.keys.append((description, *(leaf.shape for leaf in jax.tree.leaves(args))))
+        self.trees.append(jax.tree.structure(result))
+        return compile()
+
+
 @pytest.mark.slow
-def test_several_steps_of_one_dispatch_are_kept_apart_from_one_and_from_other_numbers(tmp_path: Path) -> None:
+def test_several_steps_of_one_dispatch_are_kept_apart_from_one_and_from_other_numbers() -> None:
     split = tiny_model(num_layers=1)
     engine = make_engine(split, {}, buckets=BUCKETS, max_num_seqs=2, max_num_batched_tokens=8)
-    bucket, num_files = BUCKETS.decode[0], []
+    bucket, store = BUCKETS.decode[0], RecordingStore()
     args = (split, bucket, engine._cache, engine._last_tokens, engine._tables(bucket), Implementations())
     turn = contextlib.nullcontext()
-    compile_whole_step(*args, turn=turn, store=make_store(tmp_path))
+    compile_whole_step(*args, turn=turn, store=store)
     for num_steps in (2, 4, 4):
-        program = compile_steps(*args, num_steps=num_steps, turn=turn, store=make_store(tmp_path))
-        num_files.append(len(list(tmp_path.iterdir())))
-    assert num_files == [2, 3, 3]
+        program = compile_steps(*args, num_steps=num_steps, turn=turn, store=store)
+    assert [store.keys.index(key) for key in store.keys] == [0, 1, 2, 2]
     weights = split_weights(split.graph, split.state)[1]
     batches = np.zeros((4, *abstract_batch(bucket).shape), np.int32)
     result = program(weights, engine._cache, engine._last_tokens, engine._tables(bucket), batches)
+    assert jax.tree.structure(result) == store.trees[-1]
     assert result.tokens.shape == (4, 2)
     assert result.last_tokens.shape == (2,)

@@ -154,6 +154,7 @@ def test_the_tuner_writes_a_table_that_pick_config_reads(
     out = tmp_path / "h200.json"
     flags = "--shape tiny --group o gate_up --tokens 16 --slots 4 --layers 2 --repeats 1"
     flags += " --rounds main shrink plain --out"
+    monkeypatch.setattr(tune, "SHRINK_SIZES", tune.SHRINK_SIZES[::9])
     monkeypatch.setattr(sys, "argv", ["tune", *flags.split(), str(out)])
     tune.main()
     table = json.loads(out.read_text())
