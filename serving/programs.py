@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -147,20 +147,9 @@ def compile_whole_step(
     store: ProgramStore | None = None,
 ) -> CompiledStep:
     """The forward step of a bucket as one program: from `store`, or compiled, once it is lowered, inside of `turn`."""
-    structure, weights = split_weights(model.graph, model.state)
-    args = (weights, cache, last_tokens, tables, abstract_batch(bucket))
-    statics = {"num_seqs": bucket.num_seqs, "max_slots": bucket.max_slots, "implementations": implementations}
-
-    def compile() -> jax.stages.Compiled:
-        lowered = forward_step.lower(structure, *args, **statics)
-        with turn:
-            return lowered.compile()
-
-    if store is None:
-        return compile()
-    description = f"forward_step {model.config} {structure.state} {sorted(statics.items())}"
     result = StepResult(last_tokens=last_tokens, cache=cache, logits=last_tokens, tokens=last_tokens)
-    return store.program(description, args, result, compile)
+    args = cache, last_tokens, tables, abstract_batch(bucket)
+    return _compile(forward_step, "forward_step", model, bucket, args, result, implementations, turn=turn, store=store)
 
 
 def compile_steps(
@@ -176,21 +165,38 @@ def compile_steps(
     store: ProgramStore | None = None,
 ) -> CompiledSteps:
     """So many decode steps of a bucket as one program, made or taken as `compile_whole_step` does it."""
-    structure, weights = split_weights(model.graph, model.state)
+    result = StepsResult(last_tokens=last_tokens, cache=cache, tokens=last_tokens)
     batches = jax.ShapeDtypeStruct((num_steps, *abstract_batch(bucket).shape), jnp.int32)
-    args = (weights, cache, last_tokens, tables, batches)
+    args = cache, last_tokens, tables, batches
+    return _compile(
+        forward_steps, "forward_steps", model, bucket, args, result, implementations, turn=turn, store=store
+    )
+
+
+def _compile(
+    function: Any,
+    name: str,
+    model: SplitModel,
+    bucket: Bucket,
+    args: tuple[Any, ...],
+    result: Any,
+    implementations: Implementations,
+    *,
+    turn: contextlib.AbstractContextManager[object],
+    store: ProgramStore | None,
+) -> jax.stages.Compiled:
+    structure, weights = split_weights(model.graph, model.state)
     statics = {"num_seqs": bucket.num_seqs, "max_slots": bucket.max_slots, "implementations": implementations}
 
     def compile() -> jax.stages.Compiled:
-        lowered = forward_steps.lower(structure, *args, **statics)
+        lowered = function.lower(structure, weights, *args, **statics)
         with turn:
             return lowered.compile()
 
     if store is None:
         return compile()
-    description = f"forward_steps {model.config} {structure.state} {sorted(statics.items())}"
-    result = StepsResult(last_tokens=last_tokens, cache=cache, tokens=last_tokens)
-    return store.program(description, args, result, compile)
+    description = f"{name} {model.config} {structure.state} {sorted(statics.items())}"
+    return store.program(description, (weights, *args), result, compile)
 
 
 def compile_layered_step(
