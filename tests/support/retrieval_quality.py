@@ -117,6 +117,20 @@ def hits(index: RetrievalIndex, asked: Sequence[Asked]) -> list[bool]:
     return [is_right([c.name for c in f], a) for f, a in zip(found, asked, strict=True)]
 
 
+def exactly_found(index: RetrievalIndex) -> dict[str, Any]:
+    """How often "auto", where nobody says how many adapters it is, takes those of the prompt and no others."""
+    tried = {
+        "single": single(num=8), "single, in one sentence with the items": single(num=8, in_one_sentence=True),
+        "pairs": pairs(num=6), "pairs, joined by and": pairs(num=6, joined=" and "),
+        "pairs, joined by a comma": pairs(num=6, joined=", "),
+    }  # fmt: skip
+    result = {}
+    for kind, asked in ((kind, list(asked)) for kind, asked in tried.items()):
+        mixes = index.mixes([a.prompt for a in asked])
+        result[kind] = share([mix.keys() == a.skills for mix, a in zip(mixes, asked, strict=True)])
+    return result
+
+
 def held_out_phrasings(model: Model) -> list[bool]:
     """For each phrasing, whether most prompts with it find their skill if no example has it."""
     found = []
@@ -178,6 +192,7 @@ def measure(model: Model) -> dict[str, Any]:
     result["single, in one sentence with the items"] = share(hits(index, list(single(num=8, in_one_sentence=True))))
     for name, joined in (("pairs, joined by and", " and "), ("pairs, joined by a comma", ", ")):
         result[name] = share(hits(index, list(pairs(num=6, joined=joined))))
+    result["exactly those of the prompt by auto"] = exactly_found(index)
     result["half of the examples neutral"] = {
         "single": share(hits(neutral, one)), "pairs": share(hits(neutral, two)),
     }  # fmt: skip
