@@ -13,6 +13,12 @@ _MAX_TILE = 16384
 _MIN_TILE_PER_WARP = 512
 _MAX_WARPS = 16
 
+# Programs a token, of all its gates, and the blocks of features that a program reads at least where several share a
+# gate: adding their sums takes about as long as a block. Nothing here depends on the number of tokens, so that the sums
+# of a token have one order.
+_MAX_PROGRAMS_PER_TOKEN = 4
+_MIN_BLOCKS_PER_PROGRAM = 2
+
 # Slots whose expert is looked up at once, times the experts.
 _MAX_LOOKUP = 16384
 
@@ -25,6 +31,8 @@ class KernelConfig:
       padded_experts: rows of a tile of gates, a power of two.
       block_features: its columns, a power of two.
       tail_features: in_features past the last whole block, rounded up to a power of two; 0 without any.
+      num_splits: programs that share the features of a token and gate.
+      blocks_per_split: blocks that each of them reads; the last may have fewer, but one, and has the tail.
       block_slots: slots written at once, a power of two.
       num_warps: warps per program.
     """
@@ -32,11 +40,13 @@ class KernelConfig:
     padded_experts: int
     block_features: int
     tail_features: int
+    num_splits: int
+    blocks_per_split: int
     block_slots: int
     num_warps: int
 
 
-def kernel_config(*, max_experts: int, in_features: int, num_slots: int) -> KernelConfig:
+def kernel_config(*, max_experts: int, in_features: int, num_gates: int, num_slots: int) -> KernelConfig:
     """Picks the kernel's configuration from static shapes.
 
     Raises:
@@ -49,12 +59,16 @@ def kernel_config(*, max_experts: int, in_features: int, num_slots: int) -> Kern
     padded_experts = max(2, pl.next_power_of_2(max_experts))
     whole = pl.next_power_of_2(in_features + 1) // 2  # the largest power of two that fits
     block_features = min(whole, _MAX_TILE // padded_experts)
-    rest = in_features % block_features
+    num_blocks, rest = divmod(in_features, block_features)
+    most_splits = max(1, min(_MAX_PROGRAMS_PER_TOKEN // num_gates, -(-num_blocks // _MIN_BLOCKS_PER_PROGRAM)))
+    blocks_per_split = -(-num_blocks // most_splits)
     tile = padded_experts * block_features
     return KernelConfig(
         padded_experts=padded_experts,
         block_features=block_features,
         tail_features=pl.next_power_of_2(rest) if rest else 0,
+        num_splits=-(-num_blocks // blocks_per_split),
+        blocks_per_split=blocks_per_split,
         block_slots=min(pl.next_power_of_2(num_slots), _MAX_LOOKUP // padded_experts),
         num_warps=min(pl.next_power_of_2(-(-tile // _MIN_TILE_PER_WARP)), _MAX_WARPS),
     )

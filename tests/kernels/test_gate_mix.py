@@ -1,6 +1,7 @@
 """Both implementations of gate_mix against a loop over tokens; the kernel is interpreted where there is no GPU."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gate_mix import ALL_EXPERTS, NO_GATE, Implementation, gate_mix
+from pallas_kernels.gate_mix import ALL_EXPERTS, NO_GATE, GateRules, Implementation, gate_mix
 from pallas_kernels.gate_mix.config import kernel_config
 from tests.support.gate_cases import LAYER, GateCase, expected, random_case, structs
 from tests.support.tolerances import assert_close
@@ -119,8 +120,11 @@ def test_the_sign_counts_only_where_the_rule_says_so(rng: np.random.Generator, i
     assert (np.abs(np.subtract(*(c.run(implementation) for c in signed))).max(axis=(1, 2)) > 0.5).all()
 
 
-def test_a_token_gets_the_same_bits_from_the_kernel_alone_and_in_a_batch(rng: np.random.Generator) -> None:
-    case = random_case(rng)
+@pytest.mark.parametrize(("in_features", "num_gates"), [(100, 2), pytest.param(14336, 1, marks=pytest.mark.slow)])
+def test_a_token_gets_the_same_bits_from_the_kernel_alone_and_in_a_batch(
+    rng: np.random.Generator, in_features: int, num_gates: int
+) -> None:
+    case = random_case(rng, in_features=in_features, num_gates=num_gates)
     together = case.run("pallas_triton")
     for token in range(16):
         alone = case.rows(slice(token, token + 1)).run("pallas_triton")
@@ -176,11 +180,34 @@ def test_too_many_experts_are_refused_by_the_kernel_alone(rng: np.random.Generat
 
 def test_the_blocks_of_a_program_cover_the_features() -> None:
     for in_features in (1, 2, 3, 63, 64, 96, 576, 1536, 3072, 4096, 14336):
-        for max_experts in (1, 2, 5, 8, 20, 128):
-            config = kernel_config(max_experts=max_experts, in_features=in_features, num_slots=64)
-            rest = in_features % config.block_features
+        for max_experts, num_gates in itertools.product((1, 2, 5, 8, 20, 128), (1, 2, 3)):
+            config = kernel_config(max_experts=max_experts, in_features=in_features, num_gates=num_gates, num_slots=64)
+            num_blocks, rest = divmod(in_features, config.block_features)
             assert config.block_features <= in_features
             assert rest <= config.tail_features < max(2 * rest, 1)
+            before_last = (config.num_splits - 1) * config.blocks_per_split
+            assert before_last < num_blocks <= before_last + config.blocks_per_split
+            assert config.num_splits * num_gates <= 4
+
+
+@pytest.mark.parametrize("in_features", [14336, pytest.param(13000, marks=pytest.mark.slow)])
+def test_programs_that_share_a_tokens_features_leave_their_counters_at_zero(
+    rng: np.random.Generator, in_features: int
+) -> None:
+    assert kernel_config(max_experts=8, in_features=in_features, num_gates=1, num_slots=12).num_splits > 2
+    case = random_case(rng, in_features=in_features, sizes=(8, 5), sets=[0, -1, 1], num_gates=1)
+    x, gates, set_ids, experts = (jnp.asarray(array) for array in (case.x, case.gates, case.set_ids, case.experts))
+    rules = GateRules(*(jnp.asarray(getattr(case, f.name)) for f in dataclasses.fields(GateRules)))
+
+    @jax.jit
+    def thrice(base: Any) -> Any:
+        for _ in range(3):  # as the layers of a step, which share one array of counters
+            base = gate_mix(x, gates, set_ids, rules, experts, base, layer=LAYER, implementation="pallas_triton")
+        return base
+
+    once = case.run("pallas_triton") - case.base
+    assert np.abs(once).max() > 0.1
+    assert_close(thrice(jnp.asarray(case.base)), case.base + 3 * once)
 
 
 @pytest.mark.usefixtures("unchecked_annotations")
