@@ -2,13 +2,13 @@
 
     python -m serving.bench.gated --shape 8b --out gated.json
 
-Every row of a closed batch uses one gated set of 8 experts, of which the top 2 keep a weight: "gated" has one gate a
-layer, "gated, each linear" one for each of its seven projections. In the static workload, each row mixes two of the
-same 8 adapters by weights that its request gives, so all 8 slots are active in every step, as they are where rows are
-gated. "One launch" computes the gates of a site by the kernel of `gate_mix` in place of XLA's product. What the
-baselines model: `serving.bench.bench_engine`. All engines share one model of random weights; the tokens of a baseline
-are compared with ours. In bfloat16 they part at some token: a gate chooses another expert where two are as good but for
-rounding, and random weights amplify that.
+Every row of a closed batch uses one gated set of 8 experts, of which the top 2 keep a weight: "layer" has one gate a
+layer, "linear" one for each of its seven projections. In the static workload, each row mixes two of the same 8 adapters
+by weights that its request gives, so all 8 slots are active in every step, as they are where rows are gated. "xla" has
+XLA's product for the gates of a site in place of the kernel of `gate_mix`. What the baselines model:
+`serving.bench.bench_engine`. All engines share one model of random weights; the tokens of the others are compared with
+ours. In bfloat16 they part at some token: a gate chooses another expert where two are as good but for rounding, and
+random weights amplify that.
 """
 
 import argparse
@@ -64,18 +64,18 @@ class Contestant:
     """An engine and what it runs.
 
     Attributes:
-      name: of the table's row.
+      name: of the table's row, and what --workload calls it.
       baseline: see `bench_engine`; "none" is this engine itself.
       is_per_projection: the gated set has a gate for each projection.
       workload: the batch.
-      gate_mix: implementation of the gates.
+      gate_mix: implementation of the gates; None for the one that is picked.
     """
 
     name: str
     baseline: str
     is_per_projection: bool
     workload: Workload
-    gate_mix: GateImplementation = "reference"
+    gate_mix: GateImplementation | None = None
 
 
 def contestants(batch: int) -> list[Contestant]:
@@ -83,14 +83,14 @@ def contestants(batch: int) -> list[Contestant]:
     static = Workload("static", batch, TOP_K, NUM_EXPERTS)
     gated = GatedWorkload("gated", batch, NUM_EXPERTS, NUM_EXPERTS)
     return [
-        Contestant("static mixes of 2", "none", False, static),
-        Contestant("gated", "none", False, gated),
-        Contestant("gated, each linear", "none", True, gated),
-        Contestant("gated, one launch", "none", False, gated, "pallas_triton"),
-        Contestant("gated, each linear, one launch", "none", True, gated, "pallas_triton"),
-        Contestant("gated, bmm", "bmm", False, gated),
-        Contestant("gated, naive", "naive", False, gated),
-        Contestant("gated, each linear, naive", "naive", True, gated),
+        Contestant("static", "none", False, static),
+        Contestant("layer", "none", False, gated),
+        Contestant("linear", "none", True, gated),
+        Contestant("layer-bmm", "bmm", False, gated),
+        Contestant("layer-naive", "naive", False, gated),
+        Contestant("linear-naive", "naive", True, gated),
+        Contestant("layer-xla", "none", False, gated, "reference"),
+        Contestant("linear-xla", "none", True, gated, "reference"),
     ]
 
 
@@ -169,14 +169,15 @@ def print_report(result: dict[str, Any]) -> None:
         f"adapters of rank {settings['rank']} in {settings['slots']} slots, prompt {settings['prompt_len']} + output "
         f"{settings['output_len']} tokens"
     )
-    head = f"{'workload':31} {'TPOT ms':>8} {'p90':>7} {'/ static':>8} {'/ gated':>8} {'1st =':>8} {'repeats':>7}"
+    head = f"{'workload':12} {'TPOT ms':>8} {'p90':>7} {'/ static':>8} {'/ layer':>8} {'1st =':>8} {'repeats':>7}"
     print(f"{head}  same twice")
-    static_ms, gated_ms = (row["tpot_ms_median"] for row in rows[:2])
+    ms_of = {row["workload"]: row["tpot_ms_median"] for row in rows}
     for r in rows:
-        ms, share = r["tpot_ms_median"], r.get("first_tokens_like_ours")
+        ratios = [r["tpot_ms_median"] / ms_of[name] if name in ms_of else None for name in ("static", "layer")]
+        shares = ["-" if n is None else f"{n:.2f}" for n in (*ratios, r.get("first_tokens_like_ours"))]
         print(
-            f"{r['workload']:31} {ms:8.3f} {r['tpot_ms_p90']:7.3f} {ms / static_ms:8.2f} {ms / gated_ms:8.2f} "
-            f"{'-' if share is None else f'{share:.2f}':>8} {r['repeats']:7d}  {r['tokens_repeat']}"
+            f"{r['workload']:12} {r['tpot_ms_median']:8.3f} {r['tpot_ms_p90']:7.3f} "
+            f"{shares[0]:>8} {shares[1]:>8} {shares[2]:>8} {r['repeats']:7d}  {r['tokens_repeat']}"
         )
 
 
@@ -185,6 +186,8 @@ def make_parser() -> argparse.ArgumentParser:
     is_cpu = jax.default_backend() == "cpu"
     parser.add_argument("--shape", default="tiny" if is_cpu else "8b", help="model size (default here: %(default)s)")
     parser.add_argument("--dtype", default=default_dtype(), help="(default here: %(default)s)")
+    names = [contestant.name for contestant in contestants(1)]
+    parser.add_argument("--workload", nargs="+", choices=names, default=names, help="(default: all)")
     parser.add_argument("--batch", type=int, default=32, help="rows (default: %(default)s)")
     parser.add_argument("--rank", type=int, default=8, help="of adapters and slots (default: %(default)s)")
     parser.add_argument("--slots", type=int, default=64, help="adapter slots (default: %(default)s)")
@@ -211,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "rows": rows,
     }
     ours: dict[bool, Any] = {}
-    for contestant in contestants(options.batch):
+    for contestant in (c for c in contestants(options.batch) if c.name in options.workload):
         start_s = time.perf_counter()
         row = measure(contestant, model, options)
         compare_tokens(row, ours)
