@@ -49,7 +49,7 @@ for part in "$@"; do
     rates)
       # shellcheck disable=SC2086
       XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python3 -m serving.bench --find-rate --rates 20 --duration 10 --drain 15 \
-        --workloads ${WORKLOADS:-base single skewed distinct} --out "$out/rates.json" ;;
+        --rate-precision 0.1 --workloads ${WORKLOADS:-base single skewed distinct} --out "$out/rates.json" ;;
     sweep)
       # shellcheck disable=SC2086
       XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python3 -m serving.bench sweep --figure ${FIGURES:-10 12 13 15 table1} \

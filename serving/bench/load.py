@@ -57,13 +57,13 @@ TARGETS: dict[tuple[str, float], dict[str, float]] = {
 """By workload and requests/s: the 8B shape on an H200, 64 adapters of rank 8, at most 32 sequences. Throughput at
 least, times at most."""
 
-_FIND_PRECISION = 0.05
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit status is 1 if float32 outputs differ, a soak fails, or a flag is wrong."""
     options = make_parser().parse_args(arguments)
     try:
+        if options.rate_precision <= 0:
+            raise ValueError(f"--rate-precision is {options.rate_precision:g}; expected a share above 0, such as 0.05")
         result = asyncio.run(_over_http(options)) if options.url is not None else _in_process(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -230,9 +230,10 @@ async def _find_rates(client: Any, points: Sequence[Point], options: argparse.Na
             row = await run_point(client, dataclasses.replace(point, rate=rate), run_options, number=len(rows))
             rows.append(row)
             print_row(row)
+            write_result(options, {"rows": rows, "highest_rates": found, "ttft_limit_s": options.ttft_limit})
             return ttft_p99_s(row) < options.ttft_limit
 
-        found[point.workload] = await highest_rate(is_sustained, start=point.rate, precision=_FIND_PRECISION)
+        found[point.workload] = await highest_rate(is_sustained, start=point.rate, precision=options.rate_precision)
     for workload, rate in found.items():
         text = "none that was tried" if rate is None else f"{rate:.1f} requests/s"
         print(f"{workload}: highest rate with TTFT p99 < {options.ttft_limit:g} s: {text}")
@@ -456,6 +457,10 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--keep-outputs", action="store_true", help="write times and tokens of every request (default: no)")
     add("--find-rate", action="store_true", help="search the highest rate, from the last of --rates on")
+    add(
+        "--rate-precision", type=float, default=0.05, metavar="SHARE",
+        help="--find-rate ends where the next rate that is not sustained is within this share (default: %(default)s)",
+    )  # fmt: skip
     add("--ttft-limit", type=float, default=1.0, metavar="S", help="TTFT p99 of --find-rate (default: 1)")
     add("--soak-minutes", type=float, default=0.0, metavar="N", help="run the first point so long, with disturbances")
     add("--soak-vanish", type=float, default=0.1, metavar="SHARE", help="clients that leave early (default: 0.1)")

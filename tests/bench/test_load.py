@@ -107,6 +107,7 @@ def test_a_premerged_mix_does_what_its_adapters_do_together(rng):
         (["--baseline", "sgmv", "--max-num-seqs", "64"], "room for 32 mixes"),
         (["--adapters", "2"], "--mix-size is 3, expected 1 to 2"),
         (["--rates", "0"], "both must be above 0"),
+        (["--find-rate", "--rate-precision", "0"], "expected a share above 0"),
         (["--soak-minutes", "1", "--slots", "8", "16"], "use one engine"),
         (["--rank", "16", "--baseline", "sgmv"], "mixes of at most 3 slots"),
     ],
@@ -173,5 +174,5 @@ def test_the_load_benchmark_replays_a_trace_on_a_gated_set_and_finds_a_rate(tmp_
     (row,) = json.loads(out.read_text())["rows"]
     assert (row["workload"], row["completed"], row["adapter_loads"]) == ("gated", 4, 8)
     find = ["--find-rate", "--workloads", "gated", "--rates", "20", "--duration", "0.2", "--ttft-limit", "1e-9"]
-    assert front.main([*flags, *find]) == 0
+    assert front.main([*flags, *find, "--rate-precision", "0.1"]) == 0
     assert json.loads(out.read_text())["highest_rates"] == {"gated": None}
