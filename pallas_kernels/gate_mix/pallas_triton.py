@@ -206,7 +206,7 @@ def _logits(
     else:
         first = split * config.blocks_per_split
         last = jnp.minimum(first + config.blocks_per_split, num_blocks)
-        num_tail_columns = jnp.where(last == num_blocks, in_features % block, 0)
+        num_tail_columns = (last == num_blocks).astype(jnp.int32) * (in_features % block)
     rows = jnp.arange(config.padded_experts, dtype=jnp.int32)
 
     def load(start: Array | int, size: int, num_columns: Array | int | None = None) -> tuple[Array, Array]:

@@ -53,14 +53,15 @@ def test_it_compiles_to_one_launch_and_takes_no_memory(
     assert memory.temp_size_in_bytes == 0
 
 
-def test_layers_whose_programs_share_a_tokens_features_share_their_counters(h200: H200) -> None:
+@pytest.mark.parametrize("num_experts", [8, pytest.param(4, id="4-with-a-tail")])
+def test_layers_whose_programs_share_a_tokens_features_share_their_counters(h200: H200, num_experts: int) -> None:
     def two_layers(*arrays: Any) -> Any:
         *arrays, base, layer = arrays
         for i in (layer, layer + 1):
             base = gate_mix(*arrays, base, layer=i, implementation="pallas_triton")
         return base
 
-    compiled = h200.lower(two_layers, *structs(32, 14336, 1, dtype=jnp.bfloat16)).compile()
+    compiled = h200.lower(two_layers, *structs(32, 14336, 1, num_experts=num_experts, dtype=jnp.bfloat16)).compile()
     lines = launches(compiled)
     assert sum(" custom-call(" in line for line in lines) == 2
     assert sum(re.search(r"= s32\[32,1\]\S* fusion\(", line) is not None for line in lines) == 1
