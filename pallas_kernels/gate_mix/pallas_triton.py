@@ -98,10 +98,14 @@ def _zero_counters(set_ids: Int[Array, "num_tokens num_gates"]) -> Int[Array, "n
 
 def _kernel(*refs: Any, config: KernelConfig, interpret: bool) -> None:
     """Names the refs that are there with several splits only."""
-    num_inputs = 10
-    inputs, others = refs[:num_inputs], refs[num_inputs:]
-    counters_ref, out_ref, partial_ref = others if config.num_splits > 1 else (None, *others, None)
-    _mix(*inputs, out_ref, counters_ref, partial_ref, config=config, interpret=interpret)
+    if config.num_splits > 1:
+        *inputs, counters_ref, out_ref, partial_ref = refs
+    else:
+        *inputs, out_ref = refs
+        counters_ref = partial_ref = None
+    _mix(
+        *inputs, out_ref=out_ref, counters_ref=counters_ref, partial_ref=partial_ref, config=config, interpret=interpret
+    )
 
 
 def _mix(
@@ -115,10 +119,10 @@ def _mix(
     gates_ref: Any,  # [num_layers, num_sets, num_gates, max_experts, in_features]
     experts_ref: Any,  # [num_tokens, num_slots]
     base_ref: Any,  # [num_tokens, 1 or num_gates, num_slots]
+    *,
     out_ref: Any,  # [num_tokens, num_gates, num_slots]
     counters_ref: Any,  # [num_tokens, num_gates] programs that have ended, or None
     partial_ref: Any,  # [num_splits, num_tokens, num_gates, padded_experts] logits of each program, or None
-    *,
     config: KernelConfig,
     interpret: bool,
 ) -> None:

@@ -1,16 +1,23 @@
-"""Times maf_mvm in a prefill step of the 8B shape: block sizes beside each other, and the expand that ends in SwiGLU.
+"""Times maf_mvm in a step that reads prompts: block sizes beside each other, and the expand that ends in SwiGLU.
 
     python -m pallas_kernels.maf_mvm.bench_prefill --num-tokens 8192
+    python -m pallas_kernels.maf_mvm.bench_prefill --num-tokens 512 --prompts 1 --decode-rows 30 --out prefill.json
 
-Four requests with three adapters each share the step. The bound is the bytes of x, the base and the result over the
-speed at which the device copies a large array. A step runs each group 32 times, on top of the GEMMs.
+Prompts with three adapters each share the step, beside decode rows with three adapters each of their own. The bound is
+the bytes of x, the base and the result over the speed at which the device copies a large array. A step runs each group
+once a layer, on top of the GEMMs. What is timed is a program of several calls; each of its results is checked against
+the float32 reference first.
 """
 
 import argparse
 import dataclasses
 import functools
+import json
+import shlex
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,35 +25,78 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels.maf_mvm import ProjectionSlots, pallas_triton, swiglu, token_tile_size
+from pallas_kernels.maf_mvm import ProjectionSlots, pallas_triton, reference, swiglu, token_tile_size
 from pallas_kernels.maf_mvm.config import KernelConfig, pick_config
 from pallas_kernels.maf_mvm.shapes import GROUPS, Group, named_shapes
 from pallas_kernels.segments import Segments, build_segments
 
-_NUM_SLOTS, _SLOT_RANK, _MIX_SIZE, _NUM_REQUESTS = 128, 8, 3, 4
+_NUM_SLOTS, _SLOT_RANK, _MIX_SIZE = 128, 8, 3
 _NUM_CALLS = 8  # in one program, each with a layer of its own
+_LARGEST_ERROR = 2e-2  # in bfloat16, relative to the norm
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-tokens", type=int, default=8192)
-    parser.add_argument("--repeats", type=int, default=10)
-    args = parser.parse_args()
-    large = jnp.zeros(1 << 30, jnp.bfloat16)
-    bytes_per_s = 4 * large.size / _median_s(lambda x: [lax.optimization_barrier(x + 1)], large, repeats=5)
-    print(f"device {jax.devices()[0].device_kind}, {args.num_tokens} tokens, copy {bytes_per_s / 1e9:.0f} GB/s")
-    print(f"{'what':<52}{'us a call':>10}{'bound us':>10}")
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """One program.
+
+    Attributes:
+      group: its projections.
+      what: block sizes, and whether the expand ends in SwiGLU.
+      median_us, p10_us, p90_us: of a call, over the repeats.
+      bound_us: what moving its bytes takes.
+      error: of a call, relative to the norm of the float32 reference.
+    """
+
+    group: Group
+    what: str
+    median_us: float
+    p10_us: float
+    p90_us: float
+    bound_us: float
+    error: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; the exit status is 1 if a result was wrong."""
+    options = make_parser().parse_args(argv)
+    large = jnp.zeros(1 << (30 if jax.default_backend() == "gpu" else 20), jnp.bfloat16)
+    copy_s, *_ = _seconds(jax.jit(lambda x: [lax.optimization_barrier(x + 1)]), large, repeats=5)
+    bytes_per_s = 4 * large.size / copy_s
+    print(
+        f"{jax.devices()[0].device_kind}, {options.shape}, bfloat16, {options.num_tokens} tokens of {options.prompts} "
+        f"prompts and {options.decode_rows} decode rows, {_NUM_SLOTS} slots of {_SLOT_RANK} rank rows; copy "
+        f"{bytes_per_s / 1e9:.0f} GB/s; us a call, median (p10 to p90) of {options.repeats}"
+    )
+    timings = []
     for group in GROUPS:
-        for name, seconds, num_bytes in measure(group, args.num_tokens, args.repeats):
-            print(f"{name:<52}{seconds * 1e6:>10.1f}{num_bytes / bytes_per_s * 1e6:>10.1f}", flush=True)
+        for timing in measure(group, options, bytes_per_s):
+            timings.append(timing)
+            print(
+                f"{f'{group} {timing.what}':<44}{timing.median_us:>9.1f} ({timing.p10_us:.1f} to {timing.p90_us:.1f})"
+                f"  bound {timing.bound_us:.1f}  error {timing.error:.1e}",
+                flush=True,
+            )
+    if options.out is not None:
+        result = {
+            "command": shlex.join(["python", "-m", "pallas_kernels.maf_mvm.bench_prefill", *(argv or sys.argv[1:])]),
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "copy_gb_per_s": bytes_per_s / 1e9,
+            "timings": [dataclasses.asdict(timing) for timing in timings],
+        }
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    wrong = [f"{t.group} {t.what}: {t.error:.1e}" for t in timings if not t.error <= _LARGEST_ERROR]
+    if wrong:
+        print(f"differ from the reference by more than {_LARGEST_ERROR}: {', '.join(wrong)}", file=sys.stderr)
+    return bool(wrong)
 
 
-def measure(group: Group, num_tokens: int, repeats: int) -> Iterator[tuple[str, float, int]]:
-    """What is timed, seconds a call, and the bytes that it must move.
+def measure(group: Group, options: argparse.Namespace, bytes_per_s: float) -> Iterator[Timing]:
+    """What is timed.
 
     The first call of a program copies the base, which is not donated: an eighth of it a call is not the kernel's.
     """
-    x, slots, segments, base = _inputs(group, num_tokens)
+    x, slots, segments, base = _inputs(group, options)
     picked = pick_config(
         num_tiles=segments.num_tiles,
         tile_size=segments.tile_size,
@@ -57,46 +107,60 @@ def measure(group: Group, num_tokens: int, repeats: int) -> Iterator[tuple[str, 
         dtype_bytes=2,
     )
     args = base, x, slots, segments
-    for label, config in _configs(picked):
+    layers = [jnp.int32(i) for i in range(_NUM_CALLS)]
+    apply = functools.partial(reference.maf_mvm, x.astype(jnp.float32), slots, segments)
+    expected = functools.reduce(apply, layers, base.astype(jnp.float32))
+
+    def timed(what: str, call: Callable[..., list[Array]], right: Array, num_numbers: int) -> Timing:
+        compiled = jax.jit(call).lower(*args).compile()
+        error = _error(compiled(*args)[-1], right)
+        median, p10, p90 = (s / _NUM_CALLS * 1e6 for s in _seconds(compiled, *args, repeats=options.repeats))
+        return Timing(group, what, median, p10, p90, 2 * num_numbers / bytes_per_s * 1e6, error)
+
+    for label, config in _configs(picked, x.shape[1]):
+        run = functools.partial(pallas_triton.maf_mvm, config=config)
 
         def onto_base(
-            base: Array, x: Array, slots: ProjectionSlots, segments: Segments, config: KernelConfig = config
+            base: Array, x: Array, slots: ProjectionSlots, segments: Segments, run: Callable[..., Array] = run
         ) -> list[Array]:
-            for i in range(_NUM_CALLS):
-                base = pallas_triton.maf_mvm(x, slots, segments, base, jnp.int32(i), config=config)
-            return [base]
+            return [functools.reduce(functools.partial(run, x, slots, segments), layers, base)]
 
-        seconds = _median_s(onto_base, *args, repeats=repeats) / _NUM_CALLS
-        yield f"{group} {label}", seconds, 2 * (x.size + 2 * base.size)
+        yield timed(label, onto_base, expected, x.size + 2 * base.size)
         if group != "gate_up":
             continue
 
         def fused(
-            base: Array, x: Array, slots: ProjectionSlots, segments: Segments, config: KernelConfig = config
+            base: Array, x: Array, slots: ProjectionSlots, segments: Segments, run: Callable[..., Array] = run
         ) -> list[Array]:
-            run = functools.partial(pallas_triton.maf_mvm, config=config, ends_in_swiglu=True)
-            return [run(x, slots, segments, base, jnp.int32(i)) for i in range(_NUM_CALLS)]
+            return [run(x, slots, segments, base, layer, ends_in_swiglu=True) for layer in layers]
 
-        seconds = _median_s(fused, *args, repeats=repeats) / _NUM_CALLS
-        yield f"{group} and swiglu {label}", seconds, 2 * (x.size + 3 * base.size // 2)
+        last = swiglu(apply(base.astype(jnp.float32), layers[-1]))
+        yield timed(f"and swiglu {label}", fused, last, x.size + 3 * base.size // 2)
     if group == "gate_up":
-        seconds = _median_s(lambda base: [swiglu(base)], base, repeats=repeats)
-        yield "swiglu alone, by XLA", seconds, 3 * base.size
+
+        def alone(base: Array, *_: Any) -> list[Array]:
+            # Of another base each: one result would do for all.
+            return [swiglu(base * (1 + i / 8)) for i in range(_NUM_CALLS)]
+
+        yield timed("swiglu alone, by XLA", alone, swiglu(base.astype(jnp.float32) * 1.875), 3 * base.size // 2)
 
 
-def _configs(picked: KernelConfig) -> Iterator[tuple[str, KernelConfig]]:
+def _configs(picked: KernelConfig, in_features: int) -> Iterator[tuple[str, KernelConfig]]:
     """The picked block sizes and one change each; "a program a block" is how every tile once ran."""
     yield "picked", picked
     num_blocks = picked.padded_rows(_NUM_SLOTS * _SLOT_RANK) // picked.shrink_rows
     yield "a program a block", dataclasses.replace(picked, shrink_group=1, shrink_programs=num_blocks)
-    yield "two splits", dataclasses.replace(picked, shrink_splits=2)
-    yield "64 columns", dataclasses.replace(picked, expand_columns=64)
+    for splits in (1, 2, 4, 8):
+        num_loads = in_features // picked.shrink_columns // picked.shrink_unroll
+        if splits != picked.shrink_splits and num_loads % splits == 0:
+            yield f"{splits} splits", dataclasses.replace(picked, shrink_splits=splits)
+    yield "64 columns", dataclasses.replace(picked, expand_columns=min(64, picked.expand_columns))
     yield "no pipeline in the expand", dataclasses.replace(picked, expand_stages=1)
     yield "8 warps", dataclasses.replace(picked, num_warps=8)
 
 
-def _inputs(group: Group, num_tokens: int) -> tuple[Array, ProjectionSlots, Segments, Array]:
-    in_features, widths = named_shapes()["llama-3-8b"].group(group)
+def _inputs(group: Group, options: argparse.Namespace) -> tuple[Array, ProjectionSlots, Segments, Array]:
+    in_features, widths = named_shapes()[options.shape].group(group)
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> Array:
@@ -106,29 +170,51 @@ def _inputs(group: Group, num_tokens: int) -> tuple[Array, ProjectionSlots, Segm
     slots = ProjectionSlots(
         a=normal(_NUM_CALLS, _NUM_SLOTS, len(widths) * _SLOT_RANK, in_features),
         b=normal(_NUM_CALLS, _NUM_SLOTS, _SLOT_RANK, sum(widths)),
-        scale=jnp.ones((_NUM_CALLS, _NUM_SLOTS, len(widths)), jnp.float32),
+        # What is added must be of the base's size, or the check would not see it.
+        scale=jnp.full((_NUM_CALLS, _NUM_SLOTS, len(widths)), 16 * 64 / in_features**0.5, jnp.float32),
         widths=widths,
     )
-    weights = np.zeros((num_tokens, 1, _NUM_SLOTS), np.float32)
-    for request, tokens in enumerate(np.array_split(np.arange(num_tokens), _NUM_REQUESTS)):
-        weights[tokens, 0, request * _MIX_SIZE : (request + 1) * _MIX_SIZE] = 0.5
+    rows = np.arange(options.num_tokens)
+    requests = [rows[i : i + 1] for i in range(options.decode_rows)]
+    requests += np.array_split(rows[options.decode_rows :], options.prompts)
+    weights = np.zeros((options.num_tokens, 1, _NUM_SLOTS), np.float32)
+    for request, tokens in enumerate(requests):
+        weights[np.ix_(tokens, [0], (request * _MIX_SIZE + np.arange(_MIX_SIZE)) % _NUM_SLOTS)] = 0.5
     segments = jax.jit(build_segments, static_argnames="tile_size")(
-        jnp.asarray(weights), tile_size=token_tile_size(num_tokens)
+        jnp.asarray(weights), tile_size=token_tile_size(options.num_tokens)
     )
-    return normal(num_tokens, in_features), slots, segments, normal(num_tokens, sum(widths))
+    return normal(options.num_tokens, in_features), slots, segments, normal(options.num_tokens, sum(widths))
 
 
-def _median_s(call: Callable[..., Any], *args: Any, repeats: int) -> float:
-    """Seconds of one run of the compiled call."""
-    compiled = jax.jit(call).lower(*args).compile()
-    jax.block_until_ready(compiled(*args))
+def _error(actual: Array, right: Array) -> float:
+    """Of the difference, relative to the norm."""
+    return float(jnp.linalg.norm(actual.astype(jnp.float32) - right) / jnp.linalg.norm(right))
+
+
+def _seconds(call: Callable[..., Any], *args: Any, repeats: int) -> tuple[float, float, float]:
+    """Median, p10 and p90 of a run, after one that is not counted."""
+    jax.block_until_ready(call(*args))
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        jax.block_until_ready(compiled(*args))
+        jax.block_until_ready(call(*args))
         times.append(time.perf_counter() - start)
-    return float(np.median(times))
+    median, p10, p90 = np.percentile(times, (50, 10, 90))
+    return float(median), float(p10), float(p90)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--shape", choices=named_shapes(), default="llama-3-8b", help="(default: %(default)s)")
+    add("--num-tokens", type=int, default=8192, metavar="N", help="of the step (default: %(default)s)")
+    add("--prompts", type=int, default=4, metavar="N", help="that share the step (default: %(default)s)")
+    add("--decode-rows", type=int, default=0, metavar="N", help="the first tokens of the step (default: %(default)s)")
+    add("--repeats", type=int, default=10, metavar="N", help="(default: %(default)s)")
+    add("--out", type=Path, metavar="FILE", help="JSON file to write (default: none)")
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

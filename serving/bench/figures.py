@@ -214,7 +214,8 @@ _KERNEL_NOTE = (
 def kernel_figures(result: dict[str, Any], source: str) -> list[Figure]:
     """Figure 14, the kernels by batch, and figure 16, by rank, from the JSON of the kernel bench: µs a layer."""
     layers = [layer | {"median_us": _with_added(layer["median_us"])} for layer in result["layers"]]
-    columns = sorted(dict.fromkeys(c for layer in layers for c in layer["median_us"]), key=lambda c: c != "added")
+    columns: list[str] = list(dict.fromkeys(column for layer in layers for column in layer["median_us"]))
+    columns.sort(key=lambda column: column != "added")
     drawn = [column for column in columns if not column.startswith("site_")]
     figures = []
     for name, title, axis, fixed in (

@@ -56,9 +56,9 @@ def test_it_compiles_to_one_launch_and_takes_no_memory(
 @pytest.mark.parametrize("num_experts", [8, pytest.param(4, id="4-with-a-tail")])
 def test_layers_whose_programs_share_a_tokens_features_share_their_counters(h200: H200, num_experts: int) -> None:
     def two_layers(*arrays: Any) -> Any:
-        *arrays, base, layer = arrays
+        x, gates, set_ids, rules, experts, base, layer = arrays
         for i in (layer, layer + 1):
-            base = gate_mix(*arrays, base, layer=i, implementation="pallas_triton")
+            base = gate_mix(x, gates, set_ids, rules, experts, base, layer=i, implementation="pallas_triton")
         return base
 
     compiled = h200.lower(two_layers, *structs(32, 14336, 1, num_experts=num_experts, dtype=jnp.bfloat16)).compile()

@@ -1,0 +1,34 @@
+"""The bench of maf_mvm in steps that read prompts runs from its command line, and says which results are wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pallas_kernels.maf_mvm import bench_prefill, pallas_triton
+from pallas_kernels.maf_mvm.shapes import GROUPS
+
+ARGUMENTS = ["--shape", "tiny", "--num-tokens", "70", "--prompts", "1", "--decode-rows", "3", "--repeats", "1"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
+
+@pytest.mark.slow
+def test_all_block_sizes_are_timed_and_right(tmp_path: Path) -> None:
+    out = tmp_path / "prefill.json"
+    assert bench_prefill.main([*ARGUMENTS, "--out", str(out)]) == 0
+    timings = json.loads(out.read_text())["timings"]
+    assert {t["group"] for t in timings if t["what"] == "picked"} == set(GROUPS)
+    assert any("swiglu" in t["what"] for t in timings)
+    assert all(0 < t["p10_us"] <= t["median_us"] <= t["p90_us"] for t in timings)
+
+
+@pytest.mark.slow
+def test_a_wrong_result_ends_with_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def without_adapters(x: Any, slots: Any, segments: Any, base: Any, *_: Any, **options: Any) -> Any:
+        return base[:, : base.shape[1] // 2] if options.get("ends_in_swiglu") else base
+
+    monkeypatch.setattr(pallas_triton, "maf_mvm", without_adapters)
+    assert bench_prefill.main(ARGUMENTS) == 1
+    assert "qkv picked" in capsys.readouterr().err
