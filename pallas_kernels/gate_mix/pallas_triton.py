@@ -20,6 +20,7 @@ from pallas_kernels.gate_mix.config import KernelConfig, kernel_config
 from pallas_kernels.gate_mix.rules import ALL_EXPERTS, GateRules
 
 _WHOLE = pl.BlockSpec(memory_space=pl.ANY)
+_NONE_ENDED = 0x3A7E_0000
 
 
 def gate_mix(
@@ -71,7 +72,7 @@ def _launch(
     ]
     out_shape = [jax.ShapeDtypeStruct((*set_ids.shape, experts.shape[1]), jnp.float32)]
     if config.num_splits > 1:
-        operands.append(_zero_counters(set_ids))
+        operands.append(_new_counters(set_ids))
         partials = (config.num_splits, *set_ids.shape, config.padded_experts)
         out_shape.append(jax.ShapeDtypeStruct(partials, jnp.float32))
     out, *_ = pl.pallas_call(
@@ -87,13 +88,14 @@ def _launch(
     return out
 
 
-def _zero_counters(set_ids: Int[Array, "num_tokens num_gates"]) -> Int[Array, "num_tokens num_gates"]:
-    """How many programs of a token and gate have ended: lent to the kernel, which leaves zeros again.
+def _new_counters(set_ids: Int[Array, "num_tokens num_gates"]) -> Int[Array, "num_tokens num_gates"]:
+    """`_NONE_ENDED` plus the programs of a token and gate that have ended: lent to the kernel, which leaves none again.
 
     To XLA the array is read only, so all layers of a step share the one that their identical expressions make. With the
-    set ids compared, XLA does not see that it is a constant, whose memory other operations might share.
+    set ids compared, XLA does not see that it is a constant, whose memory other operations might share. Where the set
+    ids are constants themselves it does, and keeps one copy of equal constants: no other is equal to this one.
     """
-    return (set_ids < ALL_EXPERTS).astype(jnp.int32)
+    return jnp.where(set_ids < ALL_EXPERTS, 0, _NONE_ENDED).astype(jnp.int32)
 
 
 def _kernel(*refs: Any, config: KernelConfig, interpret: bool) -> None:
@@ -167,9 +169,9 @@ def _mix(
             plt.debug_barrier()
         num_ended = plt.atomic_add(counters_ref, (token, gate), jnp.int32(1))
 
-        @pl.when(num_ended == config.num_splits - 1)
+        @pl.when(num_ended == _NONE_ENDED + config.num_splits - 1)
         def _add_up() -> None:
-            plt.store(counters_ref.at[token, gate], jnp.int32(0))
+            plt.store(counters_ref.at[token, gate], jnp.int32(_NONE_ENDED))
             # Volatile: written by other programs of this launch.
             partials = [
                 plt.load(partial_ref.at[i, token, gate, expert], volatile=True) for i in range(config.num_splits)

@@ -210,6 +210,23 @@ def test_programs_that_share_a_tokens_features_leave_their_counters_at_zero(
     assert_close(thrice(jnp.asarray(case.base)), case.base + 3 * once)
 
 
+@pytest.mark.slow
+def test_set_ids_may_be_constants_of_the_program(rng: np.random.Generator) -> None:
+    """XLA keeps one copy of equal constants; the counters of programs that share a token must not be the set ids."""
+    num_tokens = 160  # more programs than run at once, so that some start after others have counted
+    case = random_case(rng, in_features=8192, sizes=(8,), sets=[0] * num_tokens, num_gates=1)
+    assert kernel_config(max_experts=8, in_features=8192, num_gates=1, num_slots=12).num_splits == 2
+    rules = GateRules(*(jnp.asarray(getattr(case, f.name)) for f in dataclasses.fields(GateRules)))
+
+    @jax.jit
+    def run(x: Any, gates: Any, experts: Any, base: Any) -> Any:
+        set_ids = jnp.zeros((num_tokens, 1), jnp.int32)
+        return gate_mix(x, gates, set_ids, rules, experts, base, layer=LAYER, implementation="pallas_triton")
+
+    actual = run(*(jnp.asarray(array) for array in (case.x, case.gates, case.experts, case.base)))
+    assert_close(np.asarray(actual), expected(case).astype(np.float32))
+
+
 @pytest.mark.usefixtures("unchecked_annotations")
 @each_implementation
 def test_wrong_arguments_are_named(rng: np.random.Generator, implementation: Implementation) -> None:

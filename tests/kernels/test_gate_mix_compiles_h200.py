@@ -69,6 +69,18 @@ def test_layers_whose_programs_share_a_tokens_features_share_their_counters(h200
     assert memory.temp_size_in_bytes < 64 * 1024
 
 
+def test_the_counters_are_no_other_operand_even_where_the_set_ids_are_constants(h200: H200) -> None:
+    def run(*arrays: Any) -> Any:
+        x, gates, _, rules, experts, base, layer = arrays
+        set_ids = jnp.zeros((64, 1), jnp.int32)
+        return gate_mix(x, gates, set_ids, rules, experts, base, layer=layer, implementation="pallas_triton")
+
+    compiled = h200.lower(run, *structs(64, 14336, 1, dtype=jnp.bfloat16)).compile()
+    [launch] = [line for line in launches(compiled) if " custom-call(" in line]
+    operands = re.findall(r"%[\w.]+", launch.split(" custom-call(")[1].split(")")[0])
+    assert len(operands) == len(set(operands)) == 11
+
+
 def test_a_program_without_a_gate_loads_no_gates(h200: H200) -> None:
     [kernel] = triton_modules(lower(h200, structs(32, 4096, 3, dtype=jnp.bfloat16)))
     before, ungated, *others = kernel.split("scf.if")
