@@ -3,10 +3,10 @@
     python benchmarks/sequential_experts_torch.py --batch 32 --out sequential.json
 
 Every linear layer of the 8B shape computes its base product, a softmax gate of its own over the experts with the top 2
-kept, and then for each expert y += gate * scale * (x @ A.T) @ B.T: what `serving.bench.gated` calls "each linear,
-naive", but dispatched from Python, launch by launch, as the systems do that the paper compares with. Attention, norms,
-embedding, output matrix, sampling and the host's other work are left out, which is kind to it. Needs PyTorch, which the
-project does not.
+kept, and then for each expert y += gate * scale * (x @ A.T) @ B.T: what `serving.bench.gated` calls "linear-naive", but
+dispatched from Python, launch by launch, as the systems do that the paper compares with. Attention, norms, embedding,
+output matrix, sampling and the host's other work are left out, which is kind to it. Needs PyTorch, which the project
+does not.
 """
 
 import argparse

@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode_attention.config import KernelConfig, kernel_config
+from pallas_kernels.lent_counters import NONE_ENDED, lent_counters
 from pallas_kernels.pallas_launch import launch_dependents
 
 # Lowest score: finite, so that the difference of two of them is 0 and not NaN.
@@ -113,7 +114,8 @@ def _decode_attention(
     operands = [qkv, kv, places, cos, sin]
     out_shape = [jax.ShapeDtypeStruct((num_seqs, q_width), kv.dtype), jax.ShapeDtypeStruct(kv.shape, kv.dtype)]
     if config.num_splits > 1:
-        operands.append(_zero_counters(positions, num_kv_heads))
+        counters = lent_counters(positions, lowest=-1)
+        operands.append(jnp.broadcast_to(counters[:, None], (num_seqs, num_kv_heads)))
         num_q_heads = q_width // head_dim
         out_shape += [
             jax.ShapeDtypeStruct((config.num_splits, num_seqs, num_q_heads, head_dim), jnp.float32),
@@ -131,17 +133,6 @@ def _decode_attention(
         name="decode_paged_attention",
     )(*operands)
     return out, kv
-
-
-def _zero_counters(positions: Int[Array, " num_seqs"], num_kv_heads: int) -> Int[Array, "num_seqs num_kv_heads"]:
-    """How many programs of a sequence and head have ended: lent to the kernel, which leaves zeros again.
-
-    To XLA the array is read only, so all layers of a step share the one that their identical expressions make: no
-    layer pays for a memset. Comparing the positions keeps XLA from seeing that it is a constant, whose memory other
-    operations might share.
-    """
-    never = (positions < -1).astype(jnp.int32)
-    return jnp.broadcast_to(never[:, None], (positions.shape[0], num_kv_heads))
 
 
 def _kernel(*refs: Any, config: KernelConfig, interpret: bool) -> None:
@@ -162,7 +153,7 @@ def _attend(
     places_ref: Any,  # [num_seqs, 1 + blocks_per_seq] position, then block ids
     cos_ref: Any,  # [num_seqs, half_dim]
     sin_ref: Any,  # [num_seqs, half_dim]
-    counters_ref: Any,  # [num_seqs, num_kv_heads] programs that have ended, or None
+    counters_ref: Any,  # [num_seqs, num_kv_heads] of `lent_counters`, or None
     out_ref: Any,  # [num_seqs, q_width]
     new_kv_ref: Any,  # the memory of kv_ref
     partial_ref: Any,  # [num_splits, num_seqs, num_q_heads, head_dim] float32 results of the splits, or None
@@ -305,7 +296,7 @@ def _attend(
             if not interpret:
                 plt.debug_barrier()
             num_ended = plt.atomic_add(counters_ref, (seq, kv_head), jnp.int32(1))
-            pl.when(num_ended == num_active - 1)(
+            pl.when(num_ended == NONE_ENDED + num_active - 1)(
                 functools.partial(
                     _merge,
                     partial_ref,
@@ -335,7 +326,7 @@ def _merge(
 ) -> None:
     """The mean of the splits' results, weighted by their softmax denominators, in the order of the splits."""
     head_dim = partial_ref.shape[3]
-    plt.store(counters_ref.at[seq, kv_head], jnp.int32(0))
+    plt.store(counters_ref.at[seq, kv_head], jnp.int32(NONE_ENDED))
     rows = jnp.arange(pl.next_power_of_2(q_per_kv), dtype=jnp.int32)
     lanes = jnp.arange(max(_MIN_DOT_SIZE, pl.next_power_of_2(head_dim)), dtype=jnp.int32)
     heads = kv_head * q_per_kv + rows

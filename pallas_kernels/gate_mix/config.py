@@ -13,9 +13,9 @@ _MAX_TILE = 16384
 _MIN_TILE_PER_WARP = 512
 _MAX_WARPS = 16
 
-# Programs a token, of all its gates, and the blocks of features that a program reads at least where several share a
-# gate: adding their sums takes about as long as a block. Nothing here depends on the number of tokens, so that the sums
-# of a token have one order.
+# Programs a token, of all its gates, and the blocks of features that a program reads in the mean at least where several
+# share a gate: adding their sums takes about as long as a block. Nothing here depends on the number of tokens, so that
+# the sums of a token have one order.
 _MAX_PROGRAMS_PER_TOKEN = 4
 _MIN_BLOCKS_PER_PROGRAM = 2
 
@@ -32,7 +32,7 @@ class KernelConfig:
       block_features: its columns, a power of two.
       tail_features: in_features past the last whole block, rounded up to a power of two; 0 without any.
       num_splits: programs that share the features of a token and gate.
-      blocks_per_split: blocks that each of them reads; the last may have fewer, but one, and has the tail.
+      blocks_per_split: blocks that each of them reads; the last at least one, and the tail.
       block_slots: slots written at once, a power of two.
       num_warps: warps per program.
     """

@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gate_mix.config import KernelConfig, kernel_config
 from pallas_kernels.gate_mix.rules import ALL_EXPERTS, GateRules
+from pallas_kernels.lent_counters import NONE_ENDED, lent_counters
 
 _WHOLE = pl.BlockSpec(memory_space=pl.ANY)
-_NONE_ENDED = 0x3A7E_0000
 
 
 def gate_mix(
@@ -72,7 +72,7 @@ def _launch(
     ]
     out_shape = [jax.ShapeDtypeStruct((*set_ids.shape, experts.shape[1]), jnp.float32)]
     if config.num_splits > 1:
-        operands.append(_new_counters(set_ids))
+        operands.append(lent_counters(set_ids, lowest=ALL_EXPERTS))
         partials = (config.num_splits, *set_ids.shape, config.padded_experts)
         out_shape.append(jax.ShapeDtypeStruct(partials, jnp.float32))
     out, *_ = pl.pallas_call(
@@ -86,16 +86,6 @@ def _launch(
         name="gate_mix",
     )(*operands)
     return out
-
-
-def _new_counters(set_ids: Int[Array, "num_tokens num_gates"]) -> Int[Array, "num_tokens num_gates"]:
-    """`_NONE_ENDED` plus the programs of a token and gate that have ended: lent to the kernel, which leaves none again.
-
-    To XLA the array is read only, so all layers of a step share the one that their identical expressions make. With the
-    set ids compared, XLA does not see that it is a constant, whose memory other operations might share. Where the set
-    ids are constants themselves it does, and keeps one copy of equal constants: no other is equal to this one.
-    """
-    return jnp.where(set_ids < ALL_EXPERTS, 0, _NONE_ENDED).astype(jnp.int32)
 
 
 def _kernel(*refs: Any, config: KernelConfig, interpret: bool) -> None:
@@ -123,7 +113,7 @@ def _mix(
     base_ref: Any,  # [num_tokens, 1 or num_gates, num_slots]
     *,
     out_ref: Any,  # [num_tokens, num_gates, num_slots]
-    counters_ref: Any,  # [num_tokens, num_gates] programs that have ended, or None
+    counters_ref: Any,  # [num_tokens, num_gates] of `lent_counters`, or None
     partial_ref: Any,  # [num_splits, num_tokens, num_gates, padded_experts] logits of each program, or None
     config: KernelConfig,
     interpret: bool,
@@ -169,9 +159,9 @@ def _mix(
             plt.debug_barrier()
         num_ended = plt.atomic_add(counters_ref, (token, gate), jnp.int32(1))
 
-        @pl.when(num_ended == _NONE_ENDED + config.num_splits - 1)
+        @pl.when(num_ended == NONE_ENDED + config.num_splits - 1)
         def _add_up() -> None:
-            plt.store(counters_ref.at[token, gate], jnp.int32(_NONE_ENDED))
+            plt.store(counters_ref.at[token, gate], jnp.int32(NONE_ENDED))
             # Volatile: written by other programs of this launch.
             partials = [
                 plt.load(partial_ref.at[i, token, gate, expert], volatile=True) for i in range(config.num_splits)

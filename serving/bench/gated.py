@@ -157,7 +157,11 @@ def compare_tokens(row: dict[str, Any], ours: dict[bool, Any]) -> None:
       ours: tokens of this engine as it is, with a gate a layer and, by True, with one for each projection; filled.
     """
     tokens = row.pop("tokens")
-    if row["is_gated"] and (own := ours.setdefault(row["is_per_projection"], tokens)) is not tokens:
+    if not row["is_gated"]:
+        return
+    if row["baseline"] == "none" and row["gate_mix"] is None:
+        ours[row["is_per_projection"]] = tokens
+    elif (own := ours.get(row["is_per_projection"])) is not None:
         pairs = list(zip(tokens, own, strict=True))
         row["first_tokens_like_ours"] = sum(a[0] == b[0] for a, b in pairs) / len(pairs)
 

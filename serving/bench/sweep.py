@@ -106,9 +106,8 @@ def figure_9(sizes: Sizes) -> list[Point]:
         # A composite of rank 3 * 8 fills three slots: premerge gets slots for 32 of them, as vLLM has.
         slots = max(sizes.base.slots, 3 * sizes.base.max_num_seqs) if baseline == "premerge" else sizes.base.slots
         engine = dataclasses.replace(sizes.base, baseline=baseline, slots=slots)
-        # The slow ones are compared at the rate that they all get.
-        is_slow = baseline not in ("none", "premerge")
-        for workload in sizes.some(_WORKLOADS, _WORKLOADS[1:3] if is_slow else _WORKLOADS):
+        is_slow = baseline not in ("none", "premerge")  # then a quick sweep has two workloads at the lower rate
+        for workload in sizes.some(_WORKLOADS, ("distinct", "skewed") if is_slow else _WORKLOADS):
             points += [
                 sizes.point("9", workload, rate, engine=engine)
                 for rate in sizes.some([4.0, 8.0, 16.0, _SATURATED], [8.0] if is_slow else [8.0, _SATURATED])

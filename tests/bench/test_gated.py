@@ -16,7 +16,19 @@ def test_every_contestant_is_timed_and_gives_the_same_tokens(tmp_path: Path) -> 
     assert [row["workload"] for row in rows] == [c.name for c in gated.contestants(2)]
     assert all(row["tpot_ms_median"] > 0 and row["tokens_repeat"] for row in rows)
     shares = [row.get("first_tokens_like_ours") for row in rows]
-    assert shares == [None] * 3 + [1] * (len(rows) - 3)  # float32; the others have none to be like
+    assert shares == [None] * 3 + [1] * (
+        len(rows) - 3
+    )  # float32; the others have none to be like. "xla" is ours on a CPU
+
+
+@pytest.mark.slow
+def test_a_baseline_is_compared_with_nothing_but_ours(tmp_path: Path) -> None:
+    out = tmp_path / "gated.json"
+    flags = ["--shape", "tiny", "--batch", "2", "--prompt-len", "8", "--output-len", "2", "--out", str(out)]
+    gated.main([*flags, "--workload", "layer-bmm", "layer-naive"])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["workload"] for row in rows] == ["layer-bmm", "layer-naive"]
+    assert not any("first_tokens_like_ours" in row for row in rows)
 
 
 def test_too_few_slots_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,6 +141,8 @@ def test_every_figure_of_a_sweep_has_its_points():
     quick = sweep.make_points(sweep.make_parser().parse_args(["--shape", "tiny", "--adapters", "16", "--quick"]))
     assert {name for p in quick for name in p.figures} == set(sweep.FIGURES)
     assert len(quick) < len(points)
+    slow = [p for p in quick if p.engine is not None and p.engine.baseline in ("sgmv", "naive", "bmm")]
+    assert sorted((p.workload, p.rate) for p in slow) == [("distinct", 8.0)] * 3 + [("skewed", 8.0)] * 3
 
 
 @pytest.mark.slow

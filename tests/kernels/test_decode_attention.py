@@ -167,7 +167,7 @@ def test_the_same_batch_twice_gives_the_same_bits():
 
 @pytest.mark.slow
 def test_layers_that_share_the_counters_agree_with_the_reference():
-    """The counters of one launch are zero again for the next one of the same program."""
+    """A launch leaves the counters for the next one as it found them; the interpreter gives each fresh ones."""
     inputs = inputs_of(3, 64, "float32", 16, None)
 
     def layers(qkv: Array, kv: Array, *rest: Array) -> list[Array]:

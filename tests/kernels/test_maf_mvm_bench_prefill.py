@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.maf_mvm import bench_prefill, pallas_triton
 from pallas_kernels.maf_mvm.shapes import GROUPS
+from tests.support.aot_h200 import h200_target
 
 ARGUMENTS = ["--shape", "tiny", "--num-tokens", "70", "--prompts", "1", "--decode-rows", "3", "--repeats", "1"]
 
@@ -32,3 +35,17 @@ def test_a_wrong_result_ends_with_an_error(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(pallas_triton, "maf_mvm", without_adapters)
     assert bench_prefill.main(ARGUMENTS) == 1
     assert "qkv picked" in capsys.readouterr().err
+
+
+def test_steps_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--prompts", "0"], ["--num-tokens", "16", "--decode-rows", "20"]):
+        with pytest.raises(SystemExit):
+            bench_prefill.main(flags)
+        assert "expected at least one prompt" in capsys.readouterr().err
+
+
+def test_swiglu_alone_is_a_kernel_a_call() -> None:
+    with h200_target() as h200:
+        compiled = h200.lower(bench_prefill.swiglu_alone, jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16)).compile()
+    entry = str(compiled.as_text()).split("ENTRY")[1]
+    assert entry.count(" fusion(") == 8
