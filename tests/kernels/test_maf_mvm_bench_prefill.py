@@ -1,6 +1,7 @@
 """The bench of maf_mvm in steps that read prompts runs from its command line, and says which results are wrong."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from pallas_kernels.maf_mvm import bench_prefill, pallas_triton
 from pallas_kernels.maf_mvm.shapes import GROUPS
-from tests.support.aot_h200 import h200_target
+from tests.support.aot_h200 import H200, h200_target
 
 ARGUMENTS = ["--shape", "tiny", "--num-tokens", "70", "--prompts", "1", "--decode-rows", "3", "--repeats", "1"]
 
@@ -44,8 +45,13 @@ def test_steps_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) ->
         assert "expected at least one prompt" in capsys.readouterr().err
 
 
-def test_swiglu_alone_is_a_kernel_a_call() -> None:
-    with h200_target() as h200:
-        compiled = h200.lower(bench_prefill.swiglu_alone, jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16)).compile()
+@pytest.fixture
+def h200() -> Iterator[H200]:
+    with h200_target() as target:
+        yield target
+
+
+def test_swiglu_alone_is_a_kernel_a_call(h200: H200) -> None:
+    compiled = h200.lower(bench_prefill.swiglu_alone, jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16)).compile()
     entry = str(compiled.as_text()).split("ENTRY")[1]
     assert entry.count(" fusion(") == 8
