@@ -160,8 +160,8 @@ def _configs(picked: KernelConfig, in_features: int) -> Iterator[tuple[str, Kern
     yield "picked", picked
     num_blocks = picked.padded_rows(_NUM_SLOTS * _SLOT_RANK) // picked.shrink_rows
     yield "a program a block", dataclasses.replace(picked, shrink_group=1, shrink_programs=num_blocks)
+    num_loads = in_features // picked.shrink_columns // picked.shrink_unroll
     for splits in (1, 2, 4, 8):
-        num_loads = in_features // picked.shrink_columns // picked.shrink_unroll
         if splits != picked.shrink_splits and num_loads % splits == 0:
             yield f"{splits} splits", dataclasses.replace(picked, shrink_splits=splits)
     if picked.expand_columns > 64:

@@ -16,9 +16,8 @@ def test_every_contestant_is_timed_and_gives_the_same_tokens(tmp_path: Path) -> 
     assert [row["workload"] for row in rows] == [c.name for c in gated.contestants(2)]
     assert all(row["tpot_ms_median"] > 0 and row["tokens_repeat"] for row in rows)
     shares = [row.get("first_tokens_like_ours") for row in rows]
-    assert shares == [None] * 3 + [1] * (
-        len(rows) - 3
-    )  # float32; the others have none to be like. "xla" is ours on a CPU
+    # In float32; the first three have none to be like. "xla" is ours on a CPU.
+    assert shares == [None] * 3 + [1] * (len(rows) - 3)
 
 
 @pytest.mark.slow

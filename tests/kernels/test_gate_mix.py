@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gate_mix import ALL_EXPERTS, NO_GATE, GateRules, Implementation, gate_mix
+from pallas_kernels.gate_mix import ALL_EXPERTS, NO_GATE, Implementation, gate_mix
 from pallas_kernels.gate_mix.config import kernel_config
 from tests.support.gate_cases import LAYER, GateCase, expected, random_case, structs
 from tests.support.tolerances import assert_close
@@ -198,12 +198,11 @@ def test_programs_that_share_a_tokens_features_leave_their_counters_as_they_were
     assert kernel_config(max_experts=8, in_features=in_features, num_gates=1, num_slots=12).num_splits > 2
     case = random_case(rng, in_features=in_features, sizes=(8, 5), sets=[0, -1, 1], num_gates=1)
     x, gates, set_ids, experts = (jnp.asarray(array) for array in (case.x, case.gates, case.set_ids, case.experts))
-    rules = GateRules(*(jnp.asarray(getattr(case, f.name)) for f in dataclasses.fields(GateRules)))
 
     @jax.jit
     def thrice(base: Any) -> Any:
         for _ in range(3):  # as the layers of a step, which share one array of counters
-            base = gate_mix(x, gates, set_ids, rules, experts, base, layer=LAYER, implementation="pallas_triton")
+            base = gate_mix(x, gates, set_ids, case.rules, experts, base, layer=LAYER, implementation="pallas_triton")
         return base
 
     once = case.run("pallas_triton") - case.base
@@ -217,12 +216,11 @@ def test_set_ids_may_be_constants_of_the_program(rng: np.random.Generator) -> No
     num_tokens = 160  # more programs than run at once, so that some start after others have counted
     case = random_case(rng, in_features=8192, sizes=(8,), sets=[0] * num_tokens, num_gates=1)
     assert kernel_config(max_experts=8, in_features=8192, num_gates=1, num_slots=12).num_splits == 2
-    rules = GateRules(*(jnp.asarray(getattr(case, f.name)) for f in dataclasses.fields(GateRules)))
 
     @jax.jit
     def run(x: Any, gates: Any, experts: Any, base: Any) -> Any:
         set_ids = jnp.zeros((num_tokens, 1), jnp.int32)
-        return gate_mix(x, gates, set_ids, rules, experts, base, layer=LAYER, implementation="pallas_triton")
+        return gate_mix(x, gates, set_ids, case.rules, experts, base, layer=LAYER, implementation="pallas_triton")
 
     actual = run(*(jnp.asarray(array) for array in (case.x, case.gates, case.experts, case.base)))
     assert_close(np.asarray(actual), expected(case).astype(np.float32))

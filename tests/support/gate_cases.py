@@ -30,17 +30,21 @@ class GateCase:
     experts: np.ndarray
     base: np.ndarray
 
-    def run(self, implementation: Implementation | None) -> np.ndarray:
-        """What gate_mix gives."""
-        rules = GateRules(
+    @property
+    def rules(self) -> GateRules:
+        """As gate_mix takes them."""
+        return GateRules(
             num_experts=jnp.asarray(self.num_experts),
             top_k=jnp.asarray(self.top_k),
             renormalize=jnp.asarray(self.renormalize),
             is_absolute=jnp.asarray(self.is_absolute),
         )
+
+    def run(self, implementation: Implementation | None) -> np.ndarray:
+        """What gate_mix gives."""
         arrays = (jnp.asarray(array) for array in (self.x, self.gates, self.set_ids))
         others = (jnp.asarray(array) for array in (self.experts, self.base))
-        return np.asarray(_gate_mix(*arrays, rules, *others, layer=LAYER, implementation=implementation))
+        return np.asarray(_gate_mix(*arrays, self.rules, *others, layer=LAYER, implementation=implementation))
 
     def rows(self, tokens: slice) -> "GateCase":
         """The same with some of the tokens only."""
