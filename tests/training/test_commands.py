@@ -86,15 +86,15 @@ def test_a_killed_process_goes_on_to_the_same_bits(folder: Path) -> None:
     assert train("adapter", folder, "whole", *flags) == 0
     arguments = ["adapter", "--model", folder / "model", "--data", folder / "data.jsonl", "--out", folder / "killed"]
     command = [sys.executable, "-m", "dymerge_jax.train", *map(str, arguments), "--quiet", "--batch-size", "4", *flags]
-    process = subprocess.Popen(command, cwd=ROOT)
     checkpoints = work_path(folder / "killed") / "checkpoints"
     deadline = time.monotonic() + 300
-    while not (checkpoints.is_dir() and any(p.name.isdigit() for p in checkpoints.iterdir())):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        while not (checkpoints.is_dir() and any(p.name.isdigit() for p in checkpoints.iterdir())):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     assert not (folder / "killed").exists(), "it was killed after its end; give it more steps"
     assert train("adapter", folder, "killed", *flags) == 0
     for file in ("adapter_model.safetensors", "losses.jsonl"):
