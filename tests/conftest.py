@@ -19,6 +19,11 @@ import tests.support.typecheck  # noqa: F401  (named in addopts; must be importe
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Compiling takes most of the time of most tests: a third less without LLVM's optimizations. Not where kernels are
+# compiled for a GPU (tests/support/aot_h200.py), nor in .ci/run's demo server.
+if jax.default_backend() == "cpu":
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # for processes that tests start
 
 
 @pytest.fixture

@@ -110,12 +110,17 @@ def h200_target() -> Iterator[H200]:
 
     # A program traced for the CPU (interpret mode) must not be taken from the cache for the target, nor the reverse.
     jax.clear_caches()
+    is_quick = jax.config.read("jax_disable_most_optimizations")
     with pytest.MonkeyPatch.context() as patch:
+        jax.config.update("jax_disable_most_optimizations", False)
         patch.setattr(xla_bridge, "canonicalize_platform", canonicalize_for_target)
         patch.setattr(gpu_info, "get_gpu_info", lambda: info)
         patch.setattr(jax, "default_backend", lambda: "gpu")
-        yield H200(jax.sharding.SingleDeviceSharding(topology.devices[0]))
-    jax.clear_caches()
+        try:
+            yield H200(jax.sharding.SingleDeviceSharding(topology.devices[0]))
+        finally:
+            jax.config.update("jax_disable_most_optimizations", is_quick)
+            jax.clear_caches()
 
 
 def _h200_topology() -> topologies.TopologyDescription:
