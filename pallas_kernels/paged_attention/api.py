@@ -7,17 +7,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import pallas_triton, portable, reference
+from pallas_kernels.paged_attention import pallas_mosaic, pallas_triton, portable, reference
 from pallas_kernels.paged_attention.query_tiles import QueryTiles, build_query_tiles
 
 __all__ = ["Implementation", "QueryTiles", "build_query_tiles", "paged_attention"]
 
-Implementation = Literal["reference", "portable", "pallas_triton"]
+Implementation = Literal["reference", "portable", "pallas_triton", "pallas_mosaic"]
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
     "reference": reference.paged_attention,
     "portable": portable.paged_attention,
     "pallas_triton": pallas_triton.paged_attention,
+    "pallas_mosaic": pallas_mosaic.paged_attention,
 }
 
 
@@ -44,8 +45,8 @@ def paged_attention(
       kv: [num_blocks, 2, num_kv_heads, block_size, head_dim] cache of one layer (0: keys, 1: values), dtype of `q`.
       block_tables: [num_seqs, blocks_per_seq] int32, block ids of each sequence in order.
       tiles: which tokens belong to which sequence, from `build_query_tiles`.
-      implementation: "reference", "portable" or "pallas_triton" (interpreted where there is no GPU); None picks the
-        fastest that supports the arguments.
+      implementation: "reference", "portable", "pallas_triton" or, for tiles of 64 tokens on Hopper, "pallas_mosaic"
+        (both interpreted where there is no GPU); None picks the fastest that supports the arguments.
 
     Returns:
       [num_tokens, num_q_heads, head_dim] in the dtype of `q`, accumulated in float32. Rows of tokens outside every

@@ -5,25 +5,28 @@
 
 The bound is the time to read the live keys and values once at the speed at which this device copies a large array,
 measured in the same run. Each result is compared with the float32 reference before it is timed. With --sweep it is
-block sizes of the Pallas kernel that are compared, each name saying tokens a tile, tokens a chunk, warps and stages.
+block sizes of the Pallas kernels that are compared: of the Triton kernel each name says tokens a tile, tokens a chunk,
+warps and stages, of the Mosaic kernel tokens a chunk and buffers. What an implementation does not support is said and
+left out.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.paged_attention import pallas_triton
+from pallas_kernels.paged_attention import pallas_mosaic, pallas_triton
 from pallas_kernels.paged_attention.api import Implementation, paged_attention
-from pallas_kernels.paged_attention.config import KernelConfig
+from pallas_kernels.paged_attention.config import MOSAIC_TILE_SIZE, KernelConfig, MosaicConfig
 from pallas_kernels.paged_attention.shapes import SHAPES, AttentionInputs, AttentionShape, query_tiles, random_inputs
 
 # Calls in a row inside one program, each on the output of the one before: hides the dispatch from the host.
@@ -45,6 +48,8 @@ SWEPT = (
     (64, 64, 8, 2),
     (64, 64, 8, 3),
 )
+
+SWEPT_MOSAIC = (MosaicConfig(128, 2), MosaicConfig(64, 3), MosaicConfig(64, 4))
 
 _COPY_BYTES = {"gpu": 4 << 30, "cpu": 256 << 20}
 
@@ -110,10 +115,10 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--implementations",
         nargs="+",
-        choices=["reference", "portable", "pallas_triton"],
-        default=["reference", "portable", "pallas_triton"] if on_gpu else ["reference", "portable"],
+        choices=get_args(Implementation),
+        default=get_args(Implementation) if on_gpu else ["reference", "portable"],
     )
-    parser.add_argument("--sweep", action="store_true", help="compare block sizes of the Pallas kernel instead")
+    parser.add_argument("--sweep", action="store_true", help="compare block sizes of the Pallas kernels instead")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16" if on_gpu else "float32")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=pathlib.Path, help="also write the results to this JSON file")
@@ -132,7 +137,7 @@ def measure_shape(
         def call(q: Array, inputs: AttentionInputs, implementation: Implementation = implementation) -> Array:
             return paged_attention(q, inputs.kv, inputs.block_tables, inputs.tiles, implementation=implementation)
 
-        yield _measure(name, shape, implementation, call, inputs, expected, repeats, bytes_per_s)
+        yield from _measure(name, shape, implementation, call, inputs, expected, repeats, bytes_per_s)
 
 
 def sweep_shape(
@@ -143,16 +148,22 @@ def sweep_shape(
     yield from measure_shape(name, dtype, ["pallas_triton"], repeats, bytes_per_s)
     inputs = random_inputs(shape, dtype, np.random.default_rng(0))
     expected = np.asarray(_float32_reference(inputs))
+
+    def measure(label: str, tile_size: int, kernel: Callable[..., Array]) -> Iterator[Measurement]:
+        tiled = dataclasses.replace(inputs, tiles=query_tiles(dataclasses.replace(shape, tile_size=tile_size)))
+
+        def call(q: Array, inputs: AttentionInputs) -> Array:
+            return kernel(q, inputs.kv, inputs.block_tables, inputs.tiles)
+
+        return _measure(name, shape, label, call, tiled, expected, repeats, bytes_per_s)
+
+    for config in SWEPT_MOSAIC:
+        kernel = functools.partial(pallas_mosaic.paged_attention, config=config)
+        yield from measure(f"mosaic {config.chunk_tokens} b{config.num_buffers}", MOSAIC_TILE_SIZE, kernel)
     for tile_size, chunk_tokens, num_warps, num_stages in SWEPT:
         config = KernelConfig(chunk_tokens, num_splits=1, num_warps=num_warps, num_stages=num_stages)
-        tiles = query_tiles(dataclasses.replace(shape, tile_size=tile_size))
-        tiled = dataclasses.replace(inputs, tiles=tiles)
-
-        def call(q: Array, inputs: AttentionInputs, config: KernelConfig = config) -> Array:
-            return pallas_triton.paged_attention(q, inputs.kv, inputs.block_tables, inputs.tiles, config=config)
-
-        label = f"{tile_size}x{chunk_tokens} w{num_warps} s{num_stages}"
-        yield _measure(name, shape, label, call, tiled, expected, repeats, bytes_per_s)
+        kernel = functools.partial(pallas_triton.paged_attention, config=config)
+        yield from measure(f"{tile_size}x{chunk_tokens} w{num_warps} s{num_stages}", tile_size, kernel)
 
 
 def _measure(
@@ -164,11 +175,15 @@ def _measure(
     expected: np.ndarray,
     repeats: int,
     bytes_per_s: float,
-) -> Measurement:
-    out = np.asarray(jax.jit(call)(inputs.q, inputs), np.float32)
+) -> Iterator[Measurement]:
+    try:
+        out = np.asarray(jax.jit(call)(inputs.q, inputs), np.float32)
+    except NotImplementedError as refusal:
+        print(f"{name:<24}{label:<16}{refusal}")
+        return
     times = time_calls(call, inputs.q, inputs, repeats=repeats)
     median = float(np.median(times))
-    return Measurement(
+    yield Measurement(
         shape=name,
         implementation=label,
         median_s=median,

@@ -38,6 +38,42 @@ class KernelConfig:
             )
 
 
+MOSAIC_TILE_SIZE = 64  # rows of one warpgroup's wgmma
+_MAX_SHARED_BYTES = 227 * 1024  # of one CTA on Hopper
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicConfig:
+    """Block sizes of the Mosaic kernel.
+
+    Attributes:
+      chunk_tokens: cached tokens per loop step, 64 or 128 (the registers of a warpgroup hold no more scores).
+      num_buffers: chunks of keys, and as many of values, in flight or in use.
+    """
+
+    chunk_tokens: int = 128
+    num_buffers: int = 2
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens not in (64, 128) or self.num_buffers < 2:
+            raise ValueError(
+                f"chunk_tokens must be 64 or 128 and num_buffers at least 2, got {self.chunk_tokens} and "
+                f"{self.num_buffers}"
+            )
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Shared memory of a CTA: rings of keys and values, queries and results of two heads, room for barriers."""
+        rings = 2 * self.num_buffers * self.chunk_tokens * head_dim * 2
+        return rings + 2 * 2 * MOSAIC_TILE_SIZE * head_dim * 2 + 1024
+
+    def check_fits(self, head_dim: int) -> None:
+        """Raises NotImplementedError if a CTA has less shared memory than this needs."""
+        if self.shared_bytes(head_dim) > _MAX_SHARED_BYTES:
+            raise NotImplementedError(
+                f"{self} needs {self.shared_bytes(head_dim)} bytes of shared memory; a CTA has {_MAX_SHARED_BYTES}"
+            )
+
+
 def query_tile_size(num_tokens: int, num_seqs: int) -> int:
     """Tokens per query tile for a batch of these sizes: 1 when each sequence has one token, else 16, 32 or 64.
 

@@ -163,7 +163,9 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
         call_changed(lambda x: {"q": x.q.astype(jnp.bfloat16)})
     with pytest.raises(TypeError, match="block_tables must hold integers, got float32"):
         call_changed(lambda x: {"block_tables": x.block_tables.astype(jnp.float32)})
-    with pytest.raises(ValueError, match=r"one of \['pallas_triton', 'portable', 'reference'\] or None, got 'cuda'"):
+    with pytest.raises(
+        ValueError, match=r"one of \['pallas_mosaic', 'pallas_triton', 'portable', 'reference'\] or None, got 'cuda'"
+    ):
         call_changed(lambda _: {}, implementation="cuda")
 
 
@@ -178,17 +180,21 @@ def test_what_the_kernel_does_not_support_is_named_and_left_to_the_portable_form
 
 
 def test_every_implementation_is_tested():
-    assert set(get_args(Implementation)) == {"reference", *IMPLEMENTATIONS}
+    # pallas_mosaic, which takes large tiles alone, has a file of its own.
+    assert set(get_args(Implementation)) == {"reference", "pallas_mosaic", *IMPLEMENTATIONS}
 
 
-# Real sizes: compiled on a GPU, else interpreted among the slow tests.
+# Real sizes: compiled on a GPU, else interpreted among the slow tests, but for the largest.
+
+LARGEST = ("8b_prefill_4x2048+0", "8b_prefill_16x512+0", "8b_prefill_2048+2048")
+needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU: a minute in the interpreter")
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, "bfloat16") for name in SHAPES]
+    [pytest.param(name, "bfloat16", marks=needs_gpu if name in LARGEST else ()) for name in SHAPES]
     + [(name, "float32") for name in SHAPES if name.startswith("135m")]
     + [("8b_decode_32x1024", "float32"), ("8b_mixed_512", "float32")],
 )

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +14,12 @@ from pallas_kernels.paged_attention import (
     QueryTiles,
     build_query_tiles,
     paged_attention,
+    pallas_mosaic,
     pallas_triton,
     query_tile_size,
 )
-from pallas_kernels.paged_attention.bench import SWEPT
-from pallas_kernels.paged_attention.config import KernelConfig
+from pallas_kernels.paged_attention.bench import SWEPT, SWEPT_MOSAIC
+from pallas_kernels.paged_attention.config import KernelConfig, MosaicConfig
 from pallas_kernels.paged_attention.shapes import SHAPES, AttentionShape
 from tests.support.aot_h200 import H200, h200_target, triton_offsets
 
@@ -90,3 +93,22 @@ def test_heads_of_an_odd_width_compile(h200: H200):
     shape = AttentionShape((5, 1), (3, 40), num_q_heads=6, num_kv_heads=2, head_dim=24)
     compiled = h200.compile(paged_attention, *structs(shape, "float32"))
     assert "paged_attention" in str(compiled.as_text())
+
+
+@pytest.mark.parametrize("config", SWEPT_MOSAIC)
+def test_the_mosaic_kernel_copies_nothing_and_keeps_its_registers(
+    config: MosaicConfig, h200: H200, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))  # machine code, and what the assembler says of it
+    kernel: Any = pallas_mosaic._paged_attention
+    kernel.clear_cache()
+    args = structs(SHAPES["8b_prefill_4x2048+0"], "bfloat16")
+    attend = functools.partial(pallas_mosaic.paged_attention, config=config, interpret=False)
+    compiled = h200.compile(attend, *args, donate_argnums=0)
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == args[0].size * args[0].dtype.itemsize
+    assert memory.temp_size_in_bytes == 0
+    (log,) = (path.read_text() for path in tmp_path.glob("*.ptxas"))
+    assert "0 bytes spill stores, 0 bytes spill loads" in log
+    assert "wgmma" not in log, "the assembler serializes products, and says why"
