@@ -5,7 +5,7 @@
 #   step     the step's program alone with each kernel's share: 2 minutes
 #   kernels  what adapters add to one launch, beside the paper's baselines, batch 1-64, rank 4-64: 10 minutes
 #   prefill  what adapters add to steps that read prompts, 512 and 8192 tokens, by block sizes: 2 minutes
-#   attention  block sizes of the prefill kernels, Triton's and Mosaic's: 2 minutes
+#   attention  block sizes of the prefill kernels, Triton's and Mosaic's: a few minutes
 #   gated    gated decoding beside static mixes and baselines, 5 minutes; and eager PyTorch's loop over experts
 #   tiers    time to first token from disk, host and slots, decode steps while adapters stream in; starts: 3 minutes
 #   load     open-loop serving at 8 and 16 requests/s, four workloads: 5 minutes; TRACES="a.json b.json" replays those
@@ -42,7 +42,7 @@ for part in "$@"; do
         python3 -m pallas_kernels.maf_mvm.bench_prefill --num-tokens 8192 --out "$out/prefill-8192.json" ;;
     attention)
       python3 -m pallas_kernels.paged_attention.bench --sweep --out "$out/attention.json" \
-        --shapes 8b_prefill_4x2048+0 8b_prefill_16x512+0 8b_prefill_2048+2048 ;;
+        --shapes 8b_prefill_4x2048+0 8b_prefill_4x2048+0_blocks_of_128 8b_prefill_16x512+0 8b_prefill_2048+2048 ;;
     gated)
       XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python3 -m serving.bench.gated --shape 8b --out "$out/gated.json" &&
         python3 benchmarks/sequential_experts_torch.py --out "$out/sequential.json" ;;

@@ -6,9 +6,8 @@ from jaxtyping import Array, Float, Int
 
 from dymerge_jax.config import LlamaConfig
 from dymerge_jax.kv_cache import LayerKV
-from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_attention import Implementation, decode_attention
 from pallas_kernels.paged_attention import QueryTiles, paged_attention
-from pallas_kernels.paged_attention.api import Implementation
 from pallas_kernels.pytree import pytree_dataclass, static_field
 from pallas_kernels.rope_kv_write import rope_kv_write
 from pallas_kernels.rope_kv_write.reference import rotate
@@ -68,7 +67,7 @@ def attend(
       kv: this layer's cache, updated in place when the step donates it; not used by whole sequences.
       context: where the tokens stand.
       config: head counts.
-      implementation: of `paged_attention`; None picks one.
+      implementation: of `decode_attention` and `paged_attention`; None picks one.
 
     Returns:
       The heads' outputs side by side, and the cache with the step's tokens in it.

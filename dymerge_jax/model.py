@@ -22,12 +22,12 @@ from dymerge_jax.kv_cache import KVCache, LayerKV
 from dymerge_jax.lora import SlotArray
 from dymerge_jax.xlora import ExpertWeights, xlora_columns
 from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.decode_attention import Implementation as AttentionImplementation
 from pallas_kernels.gate_mix import Implementation as GateImplementation
 from pallas_kernels.lora_linear import Implementation as LinearImplementation
 from pallas_kernels.lora_linear import lora_linear, lora_swiglu, new_arrivals
 from pallas_kernels.maf_mvm.api import Implementation as MafImplementation
 from pallas_kernels.matmul import matmul
-from pallas_kernels.paged_attention.api import Implementation as AttentionImplementation
 from pallas_kernels.pytree import pytree_dataclass
 from pallas_kernels.segments import Segments
 

@@ -20,10 +20,10 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Compiling takes most of the time of most tests: a third less without LLVM's optimizations. Not where kernels are
-# compiled for a GPU (tests/support/aot_h200.py), nor in .ci/run's demo server.
-if jax.default_backend() == "cpu":
+# compiled for a GPU (tests/support/aot_h200.py), nor in .ci/run's stages on the newest JAX.
+if jax.default_backend() == "cpu" and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)
-    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # for processes that tests start
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for processes that tests start
 
 
 @pytest.fixture

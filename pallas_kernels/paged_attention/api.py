@@ -1,24 +1,31 @@
 """The public op: checks shapes, picks an implementation, calls it."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import pallas_mosaic, pallas_triton, portable, reference
+from pallas_kernels.paged_attention import pallas_triton, portable, reference
 from pallas_kernels.paged_attention.query_tiles import QueryTiles, build_query_tiles
 
 __all__ = ["Implementation", "QueryTiles", "build_query_tiles", "paged_attention"]
 
 Implementation = Literal["reference", "portable", "pallas_triton", "pallas_mosaic"]
 
+
+def _pallas_mosaic(*args: Any) -> Array:
+    from pallas_kernels.paged_attention import pallas_mosaic  # its backend takes most of a second to import
+
+    return pallas_mosaic.paged_attention(*args)
+
+
 _IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
     "reference": reference.paged_attention,
     "portable": portable.paged_attention,
     "pallas_triton": pallas_triton.paged_attention,
-    "pallas_mosaic": pallas_mosaic.paged_attention,
+    "pallas_mosaic": _pallas_mosaic,
 }
 
 

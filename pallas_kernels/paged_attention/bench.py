@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.paged_attention import pallas_mosaic, pallas_triton
+from pallas_kernels.paged_attention import pallas_triton
 from pallas_kernels.paged_attention.api import Implementation, paged_attention
 from pallas_kernels.paged_attention.config import MOSAIC_TILE_SIZE, KernelConfig, MosaicConfig
 from pallas_kernels.paged_attention.shapes import SHAPES, AttentionInputs, AttentionShape, query_tiles, random_inputs
@@ -143,7 +143,7 @@ def measure_shape(
 def sweep_shape(
     name: str, dtype: str, implementations: Sequence[Implementation], repeats: int, bytes_per_s: float
 ) -> Iterator[Measurement]:
-    """Checks and times the block sizes of `SWEPT`, and those that the shapes pick, on one named shape."""
+    """Checks and times the block sizes of `SWEPT_MOSAIC` and `SWEPT`, and those that the shapes pick, on one shape."""
     shape = SHAPES[name]
     yield from measure_shape(name, dtype, ["pallas_triton"], repeats, bytes_per_s)
     inputs = random_inputs(shape, dtype, np.random.default_rng(0))
@@ -156,6 +156,8 @@ def sweep_shape(
             return kernel(q, inputs.kv, inputs.block_tables, inputs.tiles)
 
         return _measure(name, shape, label, call, tiled, expected, repeats, bytes_per_s)
+
+    from pallas_kernels.paged_attention import pallas_mosaic  # its backend takes most of a second to import
 
     for config in SWEPT_MOSAIC:
         kernel = functools.partial(pallas_mosaic.paged_attention, config=config)

@@ -62,9 +62,9 @@ class MosaicConfig:
             )
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Shared memory of a CTA: rings of keys and values, queries and results of two heads, room for barriers."""
+        """Shared memory of a CTA: rings of keys and values, queries and results of two heads, sums, barriers."""
         rings = 2 * self.num_buffers * self.chunk_tokens * head_dim * 2
-        return rings + 2 * 2 * MOSAIC_TILE_SIZE * head_dim * 2 + 1024
+        return rings + 2 * 2 * MOSAIC_TILE_SIZE * head_dim * 2 + 2048 + 1024
 
     def check_fits(self, head_dim: int) -> None:
         """Raises NotImplementedError if a CTA has less shared memory than this needs."""

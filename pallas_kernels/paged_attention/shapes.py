@@ -147,6 +147,7 @@ SHAPES: dict[str, AttentionShape] = {
     "8b_prefill_512+0": _llama_8b((512,), (0,)),
     "8b_prefill_4x512+0": _llama_8b((512,) * 4, (0,) * 4),
     "8b_prefill_4x2048+0": _llama_8b((2048,) * 4, (0,) * 4),
+    "8b_prefill_4x2048+0_blocks_of_128": dataclasses.replace(_llama_8b((2048,) * 4, (0,) * 4), block_size=128),
     "8b_prefill_16x512+0": _llama_8b((512,) * 16, (0,) * 16),
     "8b_prefill_2048+2048": _llama_8b((2048,), (2048,)),
     "8b_mixed_512": _llama_8b((481, *(1,) * 31), (512, *(1023,) * 31)),

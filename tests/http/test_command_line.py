@@ -202,7 +202,7 @@ def started(*flags: object) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "dymerge_jax.serve", "--port", "0", *map(str, flags)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
     ) as process:
         try:
             yield process
@@ -217,7 +217,9 @@ def serving(model: Path, *flags: object) -> Iterator[tuple[subprocess.Popen[str]
     with started("--model", model, *sizes, *flags) as process:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
-        yield process, next(m[0] for line in lines if (m := re.search(r"http://127.0.0.1:\d+", line)))
+        url = next((m[0] for line in lines if (m := re.search(r"http://127.0.0.1:\d+", line))), None)
+        assert url is not None, process.communicate(timeout=PATIENCE_S)
+        yield process, url
 
 
 def end(process: subprocess.Popen[str], signal_number: int) -> tuple[int, str]:

@@ -14,7 +14,7 @@ from pallas_kernels.paged_attention import QueryTiles, build_query_tiles, paged_
 from pallas_kernels.paged_attention.api import Implementation
 from pallas_kernels.paged_attention.config import KernelConfig
 from pallas_kernels.paged_attention.shapes import SHAPES, AttentionInputs, AttentionShape, random_inputs
-from tests.support.attention_cases import ATTENTION_CASES, make_case, named_case
+from tests.support.attention_cases import ATTENTION_CASES, make_case, moved_to_the_end, named_case
 from tests.support.tolerances import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -186,7 +186,7 @@ def test_every_implementation_is_tested():
 
 # Real sizes: compiled on a GPU, else interpreted among the slow tests, but for the largest.
 
-LARGEST = ("8b_prefill_4x2048+0", "8b_prefill_16x512+0", "8b_prefill_2048+2048")
+LARGEST = ("8b_prefill_4x2048+0", "8b_prefill_4x2048+0_blocks_of_128", "8b_prefill_16x512+0", "8b_prefill_2048+2048")
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU: a minute in the interpreter")
 
 
@@ -209,9 +209,4 @@ def test_cells_beyond_two_to_the_31_elements_are_reached(rng: np.random.Generato
     """A cache of over 2^31 bfloat16 elements whose last blocks are the live ones."""
     shape = AttentionShape((1, 20), (300, 40), num_q_heads=8, num_kv_heads=8, head_dim=128, tile_size=16)
     case = make_case(shape, jnp.bfloat16, rng)
-    kv = case.inputs.kv
-    num_blocks = (1 << 31) // (kv.size // kv.shape[0]) + 64
-    first = num_blocks - kv.shape[0]
-    large = jnp.full((num_blocks, *kv.shape[1:]), jnp.nan, jnp.bfloat16).at[first:].set(kv)
-    moved = dataclasses.replace(case.inputs, kv=large, block_tables=case.inputs.block_tables + first)
-    case.check(attend(moved, "pallas_triton"))
+    case.check(attend(moved_to_the_end(case.inputs, num_elements=1 << 31), "pallas_triton"))

