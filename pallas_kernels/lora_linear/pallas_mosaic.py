@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.hopper import check_hopper
 from pallas_kernels.lora_linear.mosaic_config import (
     MAX_TOKENS,
     MosaicConfig,
@@ -43,7 +44,6 @@ from pallas_kernels.segments import Segments
 _WEIGHT_COLUMNS = 8
 _TMA_STRIDE_BYTES = 16
 _TILE_ROWS = 8
-_HOPPER = "9.0"
 
 
 def lora_linear(
@@ -123,12 +123,7 @@ def _check_supported(x: Array, slots: ProjectionSlots, segments: Segments | None
         raise NotImplementedError(f"{x.shape[0]} tokens make {segments.num_tiles} tiles; one launch takes one tile")
     if segments is not None and slots.slot_rank % 8:
         raise NotImplementedError(f"slot_rank {slots.slot_rank} is not supported; use a multiple of 8")
-    capability = getattr(jax.devices()[0], "compute_capability", _HOPPER)  # a CPU has none: it interprets
-    if capability != _HOPPER:
-        raise NotImplementedError(
-            f"compute capability {capability} is not supported; wgmma exists on Hopper ({_HOPPER}) alone: use "
-            "'pallas_triton' or 'separate'"
-        )
+    check_hopper(instead="'pallas_triton' or 'separate'")
 
 
 # Inner jits with the layer as an argument: a step of 32 layers lowers each kernel once.

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.hopper import check_hopper
 from pallas_kernels.paged_attention.config import MOSAIC_TILE_SIZE, MosaicConfig
 from pallas_kernels.paged_attention.query_tiles import QueryTiles
 
@@ -28,7 +29,6 @@ _TILE_SIZE = MOSAIC_TILE_SIZE
 _HEADS_PER_CTA = 2
 _FETCHER = _HEADS_PER_CTA  # index of the warpgroup that fetches
 _TILE_ROWS = 8
-_HOPPER = "9.0"
 # Registers of a thread: 56 + 2 * 224 are three times the 168 with which each starts. With a larger sum, the warpgroups
 # that compute would wait forever.
 _FETCH_REGISTERS, _COMPUTE_REGISTERS = 56, 224
@@ -89,12 +89,7 @@ def _check_supported(q: Array, kv: Array, tiles: QueryTiles, config: MosaicConfi
             f"got {block_size}; use 'pallas_triton'"
         )
     config.check_fits(head_dim)
-    capability = getattr(jax.devices()[0], "compute_capability", _HOPPER)  # a CPU has none: it interprets
-    if capability != _HOPPER:
-        raise NotImplementedError(
-            f"compute capability {capability} is not supported; wgmma exists on Hopper ({_HOPPER}) alone: use "
-            "'pallas_triton'"
-        )
+    check_hopper(instead="'pallas_triton'")
 
 
 # An inner jit: the identical calls of a model's layers are traced and compiled once.

@@ -5,6 +5,7 @@ Cache cells that no token owns hold NaN. Interpretation takes seconds a case: th
 
 import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -199,10 +200,7 @@ def test_block_sizes_that_cannot_be_are_refused(rng: np.random.Generator) -> Non
 def test_another_gpu_is_refused(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = random_inputs(CASES["tiles_that_start_anywhere"], jnp.bfloat16, rng)
 
-    class Blackwell:
-        compute_capability = "10.0"
-
-    monkeypatch.setattr(jax, "devices", lambda: [Blackwell()])
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability="10.0")])
     with pytest.raises(NotImplementedError, match=r"compute capability 10\.0"):
         attend(inputs)
 
