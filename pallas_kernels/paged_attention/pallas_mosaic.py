@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.hopper import check_hopper
 from pallas_kernels.paged_attention.config import MOSAIC_TILE_SIZE, MosaicConfig
 from pallas_kernels.paged_attention.query_tiles import QueryTiles
+from pallas_kernels.paged_attention.softmax import MASKED, NO_PEAK
 
 _TILE_SIZE = MOSAIC_TILE_SIZE
 _HEADS_PER_CTA = 2
@@ -33,11 +34,6 @@ _TILE_ROWS = 8
 # that compute would wait forever.
 _FETCH_REGISTERS, _COMPUTE_REGISTERS = 56, 224
 _SWIZZLE_BYTES = 128
-
-# Score of a token that a row does not see, and the peak of a row that has seen none: both finite, so that their
-# differences are not NaN, and so far apart that the weight of the former is 0 below the latter.
-_MASKED = -1e30
-_NO_PEAK = -1e20
 
 
 def paged_attention(
@@ -310,7 +306,7 @@ def _compute(q_ref: Any, tile: _Tile, shared: _Shared, warpgroup: Array, *, is_i
     rows = plgpu.Layout.WGMMA.reduce(1)
     carry = (
         plgpu.layout_cast(jnp.zeros((_TILE_SIZE, tile.head_dim), jnp.float32), plgpu.Layout.WGMMA),
-        plgpu.layout_cast(jnp.full((_TILE_SIZE,), _NO_PEAK, jnp.float32), rows),
+        plgpu.layout_cast(jnp.full((_TILE_SIZE,), NO_PEAK, jnp.float32), rows),
         plgpu.layout_cast(jnp.zeros((_TILE_SIZE,), jnp.float32), rows),
     )
     num_whole = lax.div(tile.position + 1, tile.chunk_tokens)  # chunks that every row sees whole need no mask
@@ -363,7 +359,7 @@ def _attend_chunk(
     if is_edge:
         slots = _iota(scores.shape, 1) + chunk * tile.chunk_tokens
         last_visible = jnp.minimum(_iota(scores.shape, 0) + first_position, tile.context_end - 1)
-        scores = jnp.where(slots <= last_visible, scores, _MASKED)
+        scores = jnp.where(slots <= last_visible, scores, MASKED)
     new_peak = jnp.maximum(peak, scores.max(1) * scale)
     decay = jnp.exp2(peak - new_peak)
     weights = jnp.exp2(scores * scale - _along_rows(new_peak, scores.shape))

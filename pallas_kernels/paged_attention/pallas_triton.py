@@ -19,11 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.config import KernelConfig, kernel_config
 from pallas_kernels.paged_attention.query_tiles import QueryTiles
-
-# Score of a token that a row does not see, and the peak of a row that has seen none: both finite, so that their
-# differences are not NaN, and so far apart that the weight of the former is 0 below the latter.
-_MASKED = -1e30
-_NO_PEAK = -1e20
+from pallas_kernels.paged_attention.softmax import MASKED, NO_PEAK
 
 # Triton's matrix product takes no side below 16.
 _MIN_DOT_SIZE = 16
@@ -186,7 +182,7 @@ def _attend_kernel(
         last_visible = jnp.minimum(position + row_tokens, context_end - 1)
 
         def mask(slots: Array, scores: Array) -> Array:
-            return jnp.where(slots[None, :] <= last_visible[:, None], scores, _MASKED)
+            return jnp.where(slots[None, :] <= last_visible[:, None], scores, MASKED)
 
         def attend_chunk(i: Array, carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
             out, peak, total, blocks = carry
@@ -223,7 +219,7 @@ def _attend_kernel(
         num_whole = lax.div(position + 1, jnp.int32(chunk_tokens))  # chunks that every row sees whole need no mask
         carry = (
             jnp.zeros((num_rows, lanes.shape[0]), jnp.float32),
-            jnp.full((num_rows,), _NO_PEAK, jnp.float32),
+            jnp.full((num_rows,), NO_PEAK, jnp.float32),
             jnp.zeros((num_rows,), jnp.float32),
             load_blocks(first),
         )
@@ -236,7 +232,7 @@ def _attend_kernel(
         else:
             plt.store(out_ref.at[(split, *row_index)], out, mask=row_mask)
             # A split past the end of a short context saw nothing: weight 0 in the merge.
-            lse = jnp.where(total > 0, peak + jnp.log2(safe_total), _MASKED)
+            lse = jnp.where(total > 0, peak + jnp.log2(safe_total), MASKED)
             plt.store(lse_ref.at[split, start + row_tokens, row_heads], lse, mask=is_row)
 
 
