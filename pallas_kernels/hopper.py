@@ -2,6 +2,7 @@
 
 import jax
 
+MAX_SHARED_BYTES = 227 * 1024  # of one CTA
 _HOPPER = "9.0"
 
 

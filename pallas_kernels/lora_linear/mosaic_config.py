@@ -2,10 +2,11 @@
 
 import dataclasses
 
+from pallas_kernels.hopper import MAX_SHARED_BYTES
+
 MAX_TOKENS = 64  # rows of one warpgroup's wgmma: one tile of tokens
 MIN_K = 16  # input features, or rank rows, of one wgmma
 MAX_COLUMNS = 128
-MAX_SHARED_BYTES = 227 * 1024  # of one CTA on Hopper
 _NUM_SMS = 132
 
 

@@ -5,6 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.hopper import MAX_SHARED_BYTES
+
 # Programs that fill an H200 (132 multiprocessors) about twice over. Other GPUs get the same split: it decides how
 # sums are grouped, so results do not change with the number of multiprocessors.
 _TARGET_PROGRAMS = 256
@@ -39,7 +41,6 @@ class KernelConfig:
 
 
 MOSAIC_TILE_SIZE = 64  # rows of one warpgroup's wgmma
-_MAX_SHARED_BYTES = 227 * 1024  # of one CTA on Hopper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +69,9 @@ class MosaicConfig:
 
     def check_fits(self, head_dim: int) -> None:
         """Raises NotImplementedError if a CTA has less shared memory than this needs."""
-        if self.shared_bytes(head_dim) > _MAX_SHARED_BYTES:
+        if self.shared_bytes(head_dim) > MAX_SHARED_BYTES:
             raise NotImplementedError(
-                f"{self} needs {self.shared_bytes(head_dim)} bytes of shared memory; a CTA has {_MAX_SHARED_BYTES}"
+                f"{self} needs {self.shared_bytes(head_dim)} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
             )
 
 

@@ -1,6 +1,7 @@
 """Every implementation of paged_attention against the dense reference; interpreted on a CPU, compiled on a GPU."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -10,19 +11,23 @@ import numpy as np
 import pytest
 from jax import Array
 
-from pallas_kernels.paged_attention import QueryTiles, build_query_tiles, paged_attention, pallas_triton
+from pallas_kernels.paged_attention import QueryTiles, paged_attention, pallas_triton
 from pallas_kernels.paged_attention.api import Implementation
 from pallas_kernels.paged_attention.config import KernelConfig
 from pallas_kernels.paged_attention.shapes import SHAPES, AttentionInputs, AttentionShape, random_inputs
-from tests.support.attention_cases import ATTENTION_CASES, make_case, moved_to_the_end, named_case
+from tests.support.attention_cases import (
+    ATTENTION_CASES,
+    check_each_sequence_alone,
+    jitted_tiles,
+    make_case,
+    moved_to_the_end,
+    named_case,
+)
 from tests.support.tolerances import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("portable", "pallas_triton")
-
-
-jitted_tiles = jax.jit(build_query_tiles, static_argnames=("num_tokens", "tile_size"))
 
 
 def attend(inputs: AttentionInputs, implementation: Implementation | None) -> Array:
@@ -90,18 +95,7 @@ def test_the_reference_matches_a_loop_over_tokens_and_heads():
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["decode_with_very_different_contexts", "mixed"])
 def test_a_sequence_gets_the_same_bits_whatever_shares_its_batch(name: str, implementation: Implementation):
-    """The same program, once with all sequences and once with each of them alone in its row."""
-    case = named_case(name)
-    together = np.asarray(attend(case.inputs, implementation))
-    for seq, (start, length) in enumerate(zip(case.shape.seq_starts, case.shape.seq_lens, strict=True)):
-        lens = tuple(n if i == seq else 0 for i, n in enumerate(case.shape.seq_lens))
-        tiles = jitted_tiles(
-            *(jnp.asarray(x, jnp.int32) for x in (case.shape.seq_starts, lens, case.shape.context_lens)),
-            num_tokens=case.shape.num_tokens,
-            tile_size=case.inputs.tiles.tile_size,
-        )
-        alone = np.asarray(attend(dataclasses.replace(case.inputs, tiles=tiles), implementation))
-        np.testing.assert_array_equal(alone[start : start + length], together[start : start + length])
+    check_each_sequence_alone(named_case(name), functools.partial(attend, implementation=implementation))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention import build_query_tiles, paged_attention, pallas_mosaic
 from pallas_kernels.paged_attention.config import MosaicConfig
 from pallas_kernels.paged_attention.shapes import SHAPES, AttentionInputs, AttentionShape, random_inputs
-from tests.support.attention_cases import make_case, moved_to_the_end, owned_tokens
+from tests.support.attention_cases import check_each_sequence_alone, make_case, moved_to_the_end, owned_tokens
 
 is_gpu = jax.default_backend() == "gpu"
 pytestmark = [pytest.mark.gpu] if is_gpu else []
@@ -94,17 +94,7 @@ def test_random_batches_match_the_reference(seed: int) -> None:
 
 @pytest.mark.slow
 def test_a_sequence_gets_the_same_bits_whatever_shares_its_batch(rng: np.random.Generator) -> None:
-    case = make_case(CASES["tiles_that_start_anywhere"], jnp.bfloat16, rng)
-    together = np.asarray(attend(case.inputs))
-    for seq, (start, length) in enumerate(zip(case.shape.seq_starts, case.shape.seq_lens, strict=True)):
-        lens = [n if i == seq else 0 for i, n in enumerate(case.shape.seq_lens)]
-        tiles = build_query_tiles(
-            *(jnp.asarray(x, jnp.int32) for x in (case.shape.seq_starts, lens, case.shape.context_lens)),
-            num_tokens=case.shape.num_tokens,
-            tile_size=64,
-        )
-        alone = np.asarray(attend(dataclasses.replace(case.inputs, tiles=tiles)))
-        np.testing.assert_array_equal(alone[start : start + length], together[start : start + length])
+    check_each_sequence_alone(make_case(CASES["tiles_that_start_anywhere"], jnp.bfloat16, rng), attend)
 
 
 @pytest.mark.slow

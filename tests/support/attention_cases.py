@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,13 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import build_query_tiles, paged_attention
 from pallas_kernels.paged_attention.shapes import AttentionInputs, AttentionShape, random_inputs
 from tests.support.tolerances import assert_close
 
 _BLOCK = 8
+
+jitted_tiles = jax.jit(build_query_tiles, static_argnames=("num_tokens", "tile_size"))
 
 
 def _small(
@@ -89,6 +92,21 @@ class Case:
 def make_case(shape: AttentionShape, dtype: DTypeLike, rng: np.random.Generator) -> Case:
     inputs = random_inputs(shape, dtype, rng)
     return Case(shape, inputs, reference_output(inputs))
+
+
+def check_each_sequence_alone(case: Case, attend: Callable[[AttentionInputs], Array]) -> None:
+    """The same program gives a sequence the same bits with all of them and with each of them alone in its row."""
+    shape = case.shape
+    together = np.asarray(attend(case.inputs))
+    for seq, (start, length) in enumerate(zip(shape.seq_starts, shape.seq_lens, strict=True)):
+        lens = tuple(n if i == seq else 0 for i, n in enumerate(shape.seq_lens))
+        tiles = jitted_tiles(
+            *(jnp.asarray(x, jnp.int32) for x in (shape.seq_starts, lens, shape.context_lens)),
+            num_tokens=shape.num_tokens,
+            tile_size=case.inputs.tiles.tile_size,
+        )
+        alone = np.asarray(attend(dataclasses.replace(case.inputs, tiles=tiles)))
+        np.testing.assert_array_equal(alone[start : start + length], together[start : start + length])
 
 
 def moved_to_the_end(inputs: AttentionInputs, *, num_elements: int) -> AttentionInputs:
