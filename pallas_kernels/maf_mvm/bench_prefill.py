@@ -111,6 +111,7 @@ def measure(group: Group, options: argparse.Namespace, bytes_per_s: float) -> It
         in_features=x.shape[1],
         widths=slots.widths,
         dtype_bytes=2,
+        ends_in_swiglu=group == "gate_up",
     )
     args = base, x, slots, segments
     layers = [jnp.int32(i) for i in range(_NUM_CALLS)]

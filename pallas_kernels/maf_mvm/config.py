@@ -5,7 +5,10 @@ import dataclasses
 from jax.experimental import pallas as pl
 
 # A program of the shrink keeps this many bytes of x and A in shared memory; two or three programs then share an SM.
+# Where few programs have work, each may have an SM for itself.
 _SHRINK_SHARED_BYTES = 96 * 1024
+_LONE_SHRINK_SHARED_BYTES = 2 * _SHRINK_SHARED_BYTES
+_FEW_TILES, _MANY_TILES = 16, 64
 _MAX_TILE_SIZE = 64
 _MAX_SHRINK_GROUP = 4  # accumulators of a shrink program that registers hold beside each other
 _NUM_SMS = 132  # of an H200; other GPUs get the same split
@@ -75,41 +78,94 @@ def pick_config(
     in_features: int,
     widths: tuple[int, ...],
     dtype_bytes: int,
+    ends_in_swiglu: bool = False,
 ) -> KernelConfig:
-    """The block sizes for one problem.
+    """The block sizes for one problem: measured on an H200, with `bench_prefill` where there is more than one tile.
 
     Raises:
       NotImplementedError: If the kernels do not support the shapes.
     """
     _check_supported(tile_size, slot_rank, in_features, widths)
-    is_decode = num_tiles == 1
     num_rows = max(pl.next_power_of_2(num_slots * slot_rank), _MIN_DOT_SIZE)
-    shrink_rows = min(16 if is_decode else 32, num_rows)
-    shrink_columns = min(_power_of_two_factor(in_features), 128 // dtype_bytes)  # a row of 128 B fills a cache line
-    num_loads = in_features // shrink_columns
-    columns = _expand_columns(num_tiles, widths)
-    # Prefill has tiles enough to fill the chip; decode does not. Every block of output columns reads v of all splits,
-    # so a wide output wants fewer of them.
-    splits = _largest_divisor(num_loads, at_most=2 if columns == 128 else 4) if is_decode else 1
-    num_blocks = -(-num_rows // shrink_rows)
-    group = len(widths) if not is_decode and len(widths) <= _MAX_SHRINK_GROUP else 1
-    unroll = _largest_divisor(num_loads // splits, at_most=2 if splits > 2 else max(4 // group, 1))
-    stage_bytes = (tile_size + group * shrink_rows) * shrink_columns * unroll * dtype_bytes
+    if num_tiles == 1:
+        return _decode_config(tile_size, num_rows, in_features, widths, dtype_bytes)
+    return _prefill_config(num_tiles, tile_size, num_rows, in_features, widths, dtype_bytes, ends_in_swiglu)
+
+
+def _decode_config(
+    tile_size: int, num_rows: int, in_features: int, widths: tuple[int, ...], dtype_bytes: int
+) -> KernelConfig:
+    """For one tile, whose rank rows and input features are shared out so that they fill the chip."""
+    rows, columns = min(16, num_rows), _expand_columns(1, widths)
+    load = min(_power_of_two_factor(in_features), 128 // dtype_bytes)  # a row of 128 B fills a cache line
+    # Every block of output columns reads v of all splits, so a wide output wants fewer of them.
+    splits = _largest_divisor(in_features // load, at_most=2 if columns == 128 else 4)
+    unroll = _largest_divisor(in_features // load // splits, at_most=2 if splits > 2 else 4)
     return KernelConfig(
-        shrink_rows=shrink_rows,
-        shrink_group=group,
-        # A tile of a prefill has few segments, and most programs of one for each possible block would end at once: at
-        # 128 tiles and 1024 rank rows, launching them costs as much as the work.
-        shrink_programs=num_blocks if is_decode else min(num_blocks, -(-_NUM_SMS // num_tiles)),
-        shrink_columns=shrink_columns,
+        shrink_rows=rows,
+        shrink_group=1,
+        shrink_programs=-(-num_rows // rows),
+        shrink_columns=load,
         shrink_splits=splits,
         shrink_unroll=unroll,
-        shrink_stages=min(max(_SHRINK_SHARED_BYTES // stage_bytes, 1), 4),
-        expand_rows=min(128 // dtype_bytes if is_decode else 32, num_rows),
+        shrink_stages=_shrink_stages((tile_size + rows) * load * unroll * dtype_bytes, _SHRINK_SHARED_BYTES),
+        expand_rows=min(128 // dtype_bytes, num_rows),
         expand_columns=columns,
         expand_stages=3,
         num_warps=4,
     )
+
+
+def _prefill_config(
+    num_tiles: int,
+    tile_size: int,
+    num_rows: int,
+    in_features: int,
+    widths: tuple[int, ...],
+    dtype_bytes: int,
+    ends_in_swiglu: bool,
+) -> KernelConfig:
+    """For several tiles, of which most have few segments.
+
+    In a step of a few hundred tokens one tile has all decode rows, hundreds of rank rows of their adapters, and how
+    long that one takes is how long the step does. From some tiles on the chip is full whatever a program does.
+    """
+    has_few_tiles, has_many_tiles = num_tiles <= _FEW_TILES, num_tiles > _MANY_TILES
+    rows, columns = min(32, num_rows), _expand_columns(num_tiles, widths)
+    group = len(widths) if has_many_tiles and len(widths) <= _MAX_SHRINK_GROUP else 1
+    # Products of float32 are unrolled: twice as many columns compile for seconds.
+    load = min(_power_of_two_factor(in_features), (128 if group > 1 or dtype_bytes > 2 else 256) // dtype_bytes)
+    num_loads = in_features // load
+    # A narrow output reads v of two splits in less time than they save.
+    splits = 1 if has_many_tiles or sum(widths) > in_features else _largest_divisor(num_loads, at_most=2)
+    most_unrolled = max(4 // group, 1) if group > 1 else 2 if has_few_tiles else 1
+    unroll = _largest_divisor(num_loads // splits, at_most=most_unrolled)
+    # Most programs of one for each possible block of rank rows end at once: at 128 tiles and 1024 rank rows, launching
+    # them costs as much as the work.
+    num_blocks = -(-num_rows // rows)
+    programs = num_blocks if has_few_tiles else min(num_blocks, -(-_NUM_SMS // num_tiles))
+    # Each step of the expand's loop waits for memory, and the tile with the decode rows has many.
+    has_large_steps = has_few_tiles and not ends_in_swiglu and dtype_bytes == 2
+    return KernelConfig(
+        shrink_rows=rows,
+        shrink_group=group,
+        shrink_programs=programs,
+        shrink_columns=load,
+        shrink_splits=splits,
+        shrink_unroll=unroll,
+        shrink_stages=_shrink_stages(
+            (tile_size + group * rows) * load * unroll * dtype_bytes,
+            _LONE_SHRINK_SHARED_BYTES if has_few_tiles else _SHRINK_SHARED_BYTES,
+        ),
+        expand_rows=min(128 if has_large_steps else 32, num_rows),
+        expand_columns=min(64, columns) if has_large_steps else columns,
+        expand_stages=1 if has_large_steps else 3,
+        num_warps=4,
+    )
+
+
+def _shrink_stages(stage_bytes: int, shared_bytes: int) -> int:
+    return min(max(shared_bytes // stage_bytes, 1), 4)
 
 
 def _expand_columns(num_tiles: int, widths: tuple[int, ...]) -> int:

@@ -55,6 +55,7 @@ def maf_mvm(
         in_features=x.shape[1],
         widths=slots.widths,
         dtype_bytes=x.dtype.itemsize,
+        ends_in_swiglu=ends_in_swiglu,
     )
     interpret = jax.default_backend() == "cpu"
     return _shrink_expand(

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.hopper import MAX_SHARED_BYTES
 from pallas_kernels.maf_mvm import Implementation, maf_mvm, maf_swiglu, pallas_triton, swiglu
 from pallas_kernels.maf_mvm.checks import dynamic_validate
 from pallas_kernels.maf_mvm.config import pick_config
+from pallas_kernels.maf_mvm.shapes import GROUPS, named_shapes
 from tests.support.maf_cases import ALL_MIXES, Case, Mixes, Problem, make_case, mix_matrix
 from tests.support.tolerances import assert_close
 
@@ -233,12 +235,37 @@ def test_the_programs_that_share_the_blocks_of_a_tile_do_not_change_a_bit(
             {"shrink_programs": picked.padded_rows(160) // picked.shrink_rows},
             {"shrink_programs": 1},
             {"shrink_programs": 2},
-            {"shrink_programs": 2, "shrink_group": 1},
+            {"shrink_programs": 2, "shrink_group": 3},
         )
     ]
     for result in results[1:]:
         assert_same_bits(result, results[0])
     assert_close(results[0], run(case, "reference"))
+
+
+@pytest.mark.parametrize("dtype_bytes", [2, 4])
+@pytest.mark.parametrize("num_tiles", [1, 2, 8, 16, 17, 64, 65, 512])
+def test_block_sizes_divide_their_problem_and_fit_into_shared_memory(num_tiles: int, dtype_bytes: int) -> None:
+    for shape in named_shapes().values():
+        for group in GROUPS:
+            in_features, widths = shape.group(group)
+            for ends_in_swiglu in {False, group == "gate_up"}:
+                config = pick_config(
+                    num_tiles=num_tiles,
+                    tile_size=64,
+                    num_slots=128,
+                    slot_rank=8,
+                    in_features=in_features,
+                    widths=widths,
+                    dtype_bytes=dtype_bytes,
+                    ends_in_swiglu=ends_in_swiglu,
+                )
+                step = config.shrink_columns * config.shrink_unroll
+                assert in_features % (step * config.shrink_splits) == 0
+                assert len(widths) % config.shrink_group == 0
+                assert all(width % config.expand_columns == 0 for width in widths)
+                rows = 64 + config.shrink_group * config.shrink_rows
+                assert rows * step * dtype_bytes * config.shrink_stages <= MAX_SHARED_BYTES
 
 
 def test_none_picks_an_implementation_that_matches_the_reference(rng: np.random.Generator) -> None:
