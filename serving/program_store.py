@@ -7,8 +7,10 @@ project's source, the versions and settings of JAX, the device, and the shapes o
 
 import contextlib
 import hashlib
+import importlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import distributions
@@ -26,6 +28,10 @@ _SOURCES = ("dymerge_jax", "pallas_kernels")
 _DISTRIBUTIONS = ("jax", "flax", "triton", "nvidia")  # beginnings of the names of what programs are compiled by
 _MAX_UNUSED_S = 30 * 24 * 3600
 _DIGEST_BYTES = hashlib.sha256().digest_size
+# Once it is imported, the CUDA plugin finds the runtime of Mosaic's kernels; without it, it cannot load a program that
+# has one. It takes most of a second to import, so a file begins with whether its program may need it.
+_MOSAIC = "jax.experimental.mosaic.gpu"
+_WITHOUT_MOSAIC, _WITH_MOSAIC = b"0", b"1"
 
 
 class ProgramStore:
@@ -93,8 +99,10 @@ class ProgramStore:
             logger.warning("the compiled program %s is damaged; it is compiled anew", file)
             return None
         try:
+            if data[:1] == _WITH_MOSAIC:
+                importlib.import_module(_MOSAIC)
             program = serialize_executable.deserialize_and_load(
-                data, args_tree, result_tree, self._device.client, (self._device,)
+                data[1:], args_tree, result_tree, self._device.client, (self._device,)
             )
         except Exception as error:  # of the runtime's many kinds; whatever it is, compiling is the way out
             logger.warning("the compiled program %s cannot be loaded, it is compiled anew: %s", file, error)
@@ -110,6 +118,7 @@ class ProgramStore:
         part = file.with_suffix(f".{os.getpid()}")
         try:
             data, _, _ = serialize_executable.serialize(program)
+            data = (_WITH_MOSAIC if _MOSAIC in sys.modules else _WITHOUT_MOSAIC) + data
             part.write_bytes(hashlib.sha256(data).digest() + data)
             part.replace(file)
         except Exception as error:  # the program is there: the next start takes longer, that is all

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention import pallas_triton, portable, reference
+from pallas_kernels.paged_attention.config import prefers_mosaic
 from pallas_kernels.paged_attention.query_tiles import QueryTiles, build_query_tiles
 
 __all__ = ["Implementation", "QueryTiles", "build_query_tiles", "paged_attention"]
@@ -73,11 +74,19 @@ def paged_attention(
 
 
 def _call_first_supported(q: Array, kv: Array, block_tables: Array, tiles: QueryTiles) -> Array:
+    num_kv_heads, block_size = kv.shape[2:4]
+    for_long_prompts = prefers_mosaic(
+        num_tiles=tiles.starts.shape[0],
+        tile_size=tiles.tile_size,
+        num_kv_heads=num_kv_heads,
+        max_context=block_tables.shape[1] * block_size,
+    )
     if jax.default_backend() == "gpu":
-        try:
-            return pallas_triton.paged_attention(q, kv, block_tables, tiles)
-        except NotImplementedError:
-            pass  # the portable form supports everything
+        for attend in (*((_pallas_mosaic,) if for_long_prompts else ()), pallas_triton.paged_attention):
+            try:
+                return attend(q, kv, block_tables, tiles)
+            except NotImplementedError:
+                pass  # the portable form supports everything
     return portable.paged_attention(q, kv, block_tables, tiles)
 
 

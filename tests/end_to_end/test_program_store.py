@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import hashlib
+import importlib
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,23 @@ def test_a_program_is_found_by_its_description_and_shapes(tmp_path: Path) -> Non
     assert run(make_store(tmp_path), triple) == [2, 2, 2, 2]  # the kept one: nothing is compiled
     assert run(make_store(tmp_path), triple, length=2) == [3, 3]
     assert run(make_store(tmp_path), triple, description="triple") == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("has_mosaic", [True, False])
+def test_mosaic_is_imported_before_a_program_that_may_have_one_of_its_kernels_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_mosaic: bool
+) -> None:
+    """The CUDA plugin does not find the runtime of such kernels otherwise."""
+    name = "jax.experimental.mosaic.gpu"
+    if has_mosaic:
+        importlib.import_module(name)
+    else:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    expected = run(make_store(tmp_path))
+    imported: list[str] = []
+    monkeypatch.setattr(importlib, "import_module", imported.append)
+    assert run(make_store(tmp_path)) == expected
+    assert imported == ([name] if has_mosaic else [])
 
 
 @pytest.mark.parametrize("change", ["source", "flags", "setting"])

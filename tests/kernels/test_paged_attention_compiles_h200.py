@@ -94,6 +94,23 @@ def test_heads_of_an_odd_width_compile(h200: H200):
     assert "paged_attention" in str(compiled.as_text())
 
 
+@pytest.mark.parametrize(
+    ("name", "context", "words"),
+    [
+        ("8b_prefill_4x2048+0", 2048, "mosaic_gpu"),
+        ("8b_prefill_4x2048+0", 2032, "triton"),
+        ("8b_prefill_512+0", 8192, "triton"),
+        ("8b_mixed_512", 8192, "triton"),
+    ],
+)
+def test_long_prompts_take_the_mosaic_kernel(name: str, context: int, words: str, h200: H200):
+    """By how long they may be: the width of the block tables."""
+    q, kv, _, tiles = structs(SHAPES[name], "bfloat16")
+    tables = jax.ShapeDtypeStruct((SHAPES[name].num_seqs, context // SHAPES[name].block_size), jnp.int32)
+    lowered = h200.lower(lambda *args: paged_attention(*args), q, kv, tables, tiles).as_text()
+    assert [word for word in ("mosaic_gpu", "triton") if word in lowered] == [words]
+
+
 @pytest.mark.parametrize("config", SWEPT_MOSAIC)
 @pytest.mark.parametrize(("head_dim", "block_size"), [(128, 16), (128, 8), (64, 8), (64, 64)])
 def test_the_mosaic_kernel_copies_nothing_and_keeps_its_registers(
