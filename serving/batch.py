@@ -50,7 +50,7 @@ class Buckets:
 
     Attributes:
       decode: for steps of one token a sequence; several of a size may differ in the slots that they are made for.
-      mixed: for all others.
+      mixed: for all others, likewise.
       two_pass: the same sizes again for steps with a row that uses an X-LoRA set; empty where there is no such set.
     """
 
@@ -75,9 +75,10 @@ class Buckets:
             decode = [b for b in self.two_pass if b.is_decode]
             mixed = [b for b in self.two_pass if not b.is_decode]
         if plan.is_decode:
-            fitting = [b for b in decode if b.num_seqs >= plan.num_seqs and num_slots <= _slots_of(b)]
+            fitting = [b for b in decode if b.num_seqs >= plan.num_seqs]
         else:
             fitting = [b for b in mixed if b.num_tokens >= plan.num_tokens and b.num_seqs >= plan.num_seqs]
+        fitting = [b for b in fitting if num_slots <= _slots_of(b)]
         return min(fitting, key=lambda b: (b.num_tokens, _slots_of(b)))
 
 
@@ -92,6 +93,7 @@ def make_buckets(
     decode_sizes: Iterable[int],
     mixed_sizes: Iterable[int],
     decode_slots: Callable[[int], Sequence[int | None]] = lambda _: (None,),
+    mixed_slots: Callable[[int], Sequence[int | None]] = lambda _: (None,),
 ) -> Buckets:
     """Buckets of the given sizes, up to the limits.
 
@@ -103,12 +105,18 @@ def make_buckets(
       max_num_batched_tokens: token budget of a step.
       decode_sizes, mixed_sizes: ascending, maybe endless; those below the limit are used, and the limit.
       decode_slots: `Bucket.max_slots` that a size of a decode step gets programs for; one of them is None.
+      mixed_slots: the same of a mixed step.
     """
     decode = _up_to(max_num_seqs, decode_sizes)
     mixed = _up_to(max(max_num_batched_tokens, max_num_seqs + 1), mixed_sizes)
     return Buckets(
         decode=tuple(Bucket(n, n, max_slots) for n in decode for max_slots in decode_slots(n)),
-        mixed=tuple(Bucket(t, max(n for n in decode if n < t)) for t in mixed if t > decode[0]),
+        mixed=tuple(
+            Bucket(t, max(n for n in decode if n < t), max_slots)
+            for t in mixed
+            if t > decode[0]
+            for max_slots in mixed_slots(t)
+        ),
     )
 
 

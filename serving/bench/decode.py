@@ -34,7 +34,7 @@ from serving.adapter_store import AdapterStore, StoredAdapter
 from serving.batch import Bucket, Buckets
 from serving.config import EngineConfig
 from serving.engine import Engine
-from serving.programs import decode_programs
+from serving.programs import decode_programs, mixed_programs
 from serving.request import Mix, Request, SamplingParams
 
 TRACED_STEPS = 8
@@ -303,9 +303,10 @@ def make_engine(options: argparse.Namespace, batches: Sequence[int], prefill: tu
         decode_steps=options.decode_steps,
     )
     sizes = sorted({*batches, max_num_seqs})
+    budget = options.max_num_batched_tokens
     buckets = Buckets(
         decode=tuple(Bucket(n, n, m) for n in sizes for m in decode_programs(n, options.slots, options.rank)),
-        mixed=(Bucket(options.max_num_batched_tokens, max_num_seqs),),
+        mixed=tuple(Bucket(budget, max_num_seqs, m) for m in mixed_programs(budget, budget)),
     )
     return Engine(random_model(config, options.dtype), None, store, (), engine_config, buckets=buckets)
 

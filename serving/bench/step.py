@@ -156,7 +156,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     implementations = Implementations(lora_linear=options.implementation)
     for batch, new_tokens in step_sizes(options):
         sizes = {"batch": batch, "new_tokens": new_tokens}
-        limits = (0, options.max_slots, None) if new_tokens == 1 else (None,)
+        limits = (0, options.max_slots, None) if new_tokens == 1 else (0, None)
         context = new_tokens if new_tokens > 1 else options.context
         loop, programs = StepLoop(config, weights, slots, context=context, dtype=options.dtype, **sizes), {}
         for workload in workloads([batch]) if new_tokens == 1 else prefill_workloads(batch):

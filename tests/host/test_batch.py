@@ -11,7 +11,7 @@ from dymerge_jax.sampling import SampleTargets
 from dymerge_jax.step_batch import StepBatch, unpack_batch, unpack_rows
 from serving.batch import Bucket, RowTables, build_batch, make_buckets
 from serving.plan import Chunk, StepPlan
-from serving.programs import decode_programs, pick_buckets
+from serving.programs import decode_programs, mixed_programs, pick_buckets
 from serving.request import Request, SamplingParams
 from tests.support.host import make_request
 
@@ -183,10 +183,10 @@ def test_on_a_gpu_few_programs_are_compiled_and_a_prompt_beside_decode_rows_is_p
 ):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     buckets = pick_buckets(32, 512, num_slots=64, slot_rank=8)
-    assert (len(buckets.decode), len(buckets.mixed)) == (8, 5)
+    assert (len(buckets.decode), len(buckets.mixed)) == (8, 6)
     assert buckets.of(plan_of(25, 25 + 220), num_slots=9) == Bucket(256, 32)
     many = pick_buckets(256, 2048, num_slots=64, slot_rank=8)
-    assert (len(many.decode), len(many.mixed)) == (15, 9)
+    assert (len(many.decode), len(many.mixed)) == (15, 10)
     assert many.of(plan_of(25, 60), num_slots=0) == Bucket(64, 32)
     assert many.of(plan_of(200, 210), num_slots=0) == Bucket(384, 256)
     padded = [many.of(plan_of(8, n), num_slots=0).num_tokens / n for n in range(150, 2049)]
@@ -209,11 +209,25 @@ def test_a_large_slot_array_has_programs_for_as_many_slots_as_one_launch_takes_f
     assert decode_programs(1, 4, 2048) == (0, None)
 
 
-def test_a_decode_step_takes_the_program_made_for_the_fewest_slots_that_suffice():
+def test_the_largest_mixed_step_has_a_program_for_nobody_with_an_adapter(monkeypatch: pytest.MonkeyPatch):
+    assert mixed_programs(512, 512) == (None,)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert mixed_programs(512, 512) == (0, None)
+    assert mixed_programs(384, 512) == (None,)
+    buckets = pick_buckets(32, 512, num_slots=64, slot_rank=8)
+    assert buckets.of(plan_of(5, 500), num_slots=0) == Bucket(512, 32, 0)
+    assert buckets.of(plan_of(5, 500), num_slots=1) == Bucket(512, 32)
+
+
+def test_a_step_takes_the_program_made_for_the_fewest_slots_that_suffice():
     plan = StepPlan((chunk_of(make_request("r")), chunk_of(make_request("s"), row=0)))
     sizes = {"decode_sizes": (1, 2), "mixed_sizes": ()}
     buckets = make_buckets(4, 64, decode_slots=lambda _: (0, 8, None), **sizes)
     for num_slots, max_slots in ((0, 0), (1, 8), (8, 8), (9, None), (1000, None)):
         assert buckets.of(plan, num_slots) == Bucket(2, 2, max_slots)
+    prompt = plan_of(2, 50)
+    assert buckets.of(prompt, 0) == buckets.of(prompt, 9) == Bucket(64, 4)
+    both = make_buckets(4, 64, mixed_slots=lambda _: (0, None), **sizes)
+    assert (both.of(prompt, 0), both.of(prompt, 1)) == (Bucket(64, 4, 0), Bucket(64, 4))
     anything = make_buckets(4, 64, **sizes)
     assert anything.of(plan, 0) == anything.of(plan, 9) == Bucket(2, 2)
