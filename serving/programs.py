@@ -73,6 +73,7 @@ _SMALL_MODEL_BYTES = 6e9  # read in 1.4 ms
 _DECODE_STEPS = 4
 _NUM_LOADING_THREADS = 4  # one compiles and one lowers; more are of use to programs that are loaded
 _FEW_SLOTS = 8
+_LONG_PREFILL_TOKENS = 2048
 _FEW_SLOTS_SEQS = (64,)  # on an H200, one adapter for all: 64 rows 5.65 ms against 5.74, 32 rows no gain, 1 row a loss
 
 
@@ -91,13 +92,13 @@ def decode_programs(num_seqs: int, num_slots: int, slot_rank: int) -> tuple[int 
     return (0, *sorted(n for n in few if 0 < n < num_slots), None)
 
 
-def mixed_programs(num_tokens: int, max_num_batched_tokens: int) -> tuple[int | None, ...]:
-    """The same of a mixed step of `num_tokens`.
+def mixed_programs(num_tokens: int, *, largest: int) -> tuple[int | None, ...]:
+    """The same of a mixed step of `num_tokens`, of which `largest` are the most.
 
-    A step of as many tokens as may be, in which long prompts are read, has a second program for when nobody uses an
-    adapter (on an H200, 8B, 4 x 2048 tokens: 186.7 ms against 189.0).
+    Where that is thousands, in which long prompts are read, it has a second program for when nobody uses an adapter (on
+    an H200, 8B, 4 x 2048 tokens: 186.7 ms against 189.0).
     """
-    return (0, None) if num_tokens >= max_num_batched_tokens and not _is_cpu() else (None,)
+    return (0, None) if num_tokens == largest >= _LONG_PREFILL_TOKENS and not _is_cpu() else (None,)
 
 
 def pick_decode_steps(model: SplitModel) -> int:
@@ -117,8 +118,8 @@ def pick_buckets(max_num_seqs: int, max_num_batched_tokens: int, num_slots: int,
     few. A mixed step is bound by the weights, too, up to some 150 tokens; beyond, each token of padding costs what a
     token does (25 us), so sizes grow by halves or less: an arriving prompt of 220 tokens beside 25 decode rows takes
     256, two of them 512, where 250 tokens in 512 would cost each decode row 6 ms. 64 is for prompts that the prefix
-    cache has most of. By default (32 rows, 512 tokens) that makes 8 decode programs and 6 mixed ones; 256 rows, 15
-    and 6. With several steps a dispatch, there are twice as many decode programs.
+    cache has most of. By default (32 rows, 512 tokens) that makes 8 decode programs and 5 mixed ones; 256 rows, 15
+    and 5. With several steps a dispatch, there are twice as many decode programs.
     """
     # On a CPU the time of a step grows with its tokens, padding included, and programs compile fast.
     if _is_cpu():
@@ -130,7 +131,7 @@ def pick_buckets(max_num_seqs: int, max_num_batched_tokens: int, num_slots: int,
         decode_sizes=itertools.chain((1, 4, 16), _powers(32, 2)),
         mixed_sizes=itertools.chain((64, 128), (n for size in _powers(256, 2) for n in (size, size * 3 // 2))),
         decode_slots=functools.partial(decode_programs, num_slots=num_slots, slot_rank=slot_rank),
-        mixed_slots=functools.partial(mixed_programs, max_num_batched_tokens=max_num_batched_tokens),
+        mixed_slots=functools.partial(mixed_programs, largest=max(max_num_batched_tokens, max_num_seqs + 1)),
     )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pallas_kernels.hopper import MAX_SHARED_BYTES
+from pallas_kernels.gpu import MAX_SHARED_BYTES
 
 MAX_TOKENS = 64  # rows of one warpgroup's wgmma: one tile of tokens
 MIN_K = 16  # input features, or rank rows, of one wgmma

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.hopper import check_hopper
+from pallas_kernels.gpu import check_hopper
 from pallas_kernels.lora_linear.mosaic_config import (
     MAX_TOKENS,
     MosaicConfig,

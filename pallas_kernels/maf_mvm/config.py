@@ -4,10 +4,13 @@ import dataclasses
 
 from jax.experimental import pallas as pl
 
+from pallas_kernels.gpu import MAX_SHARED_BYTES
+
 # A program of the shrink keeps this many bytes of x and A in shared memory; two or three programs then share an SM.
 # Where few programs have work, each may have an SM for itself.
 _SHRINK_SHARED_BYTES = 96 * 1024
 _LONE_SHRINK_SHARED_BYTES = 2 * _SHRINK_SHARED_BYTES
+# Between the numbers of tiles at which sizes were measured: 8, 32 and 128 (results/2026-11-30-maf-mvm-few-tiles.json).
 _FEW_TILES, _MANY_TILES = 16, 64
 _MAX_TILE_SIZE = 64
 _MAX_SHRINK_GROUP = 4  # accumulators of a shrink program that registers hold beside each other
@@ -79,8 +82,18 @@ def pick_config(
     widths: tuple[int, ...],
     dtype_bytes: int,
     ends_in_swiglu: bool = False,
+    shared_bytes: int = MAX_SHARED_BYTES,
 ) -> KernelConfig:
-    """The block sizes for one problem: measured on an H200, with `bench_prefill` where there is more than one tile.
+    """The block sizes for one problem, measured on an H200.
+
+    Args:
+      num_tiles: tiles of tokens of the step.
+      tile_size: tokens of a tile.
+      num_slots, slot_rank: of the slot array.
+      in_features, widths: of the group of projections.
+      dtype_bytes: of an element of x, A and B.
+      ends_in_swiglu: the expand ends in silu(gate) * up.
+      shared_bytes: that a block of this GPU may have.
 
     Raises:
       NotImplementedError: If the kernels do not support the shapes.
@@ -89,7 +102,16 @@ def pick_config(
     num_rows = max(pl.next_power_of_2(num_slots * slot_rank), _MIN_DOT_SIZE)
     if num_tiles == 1:
         return _decode_config(tile_size, num_rows, in_features, widths, dtype_bytes)
-    return _prefill_config(num_tiles, tile_size, num_rows, in_features, widths, dtype_bytes, ends_in_swiglu)
+    return _prefill_config(
+        num_tiles=num_tiles,
+        tile_size=tile_size,
+        num_rows=num_rows,
+        in_features=in_features,
+        widths=widths,
+        dtype_bytes=dtype_bytes,
+        ends_in_swiglu=ends_in_swiglu,
+        shared_bytes=shared_bytes,
+    )
 
 
 def _decode_config(
@@ -117,6 +139,7 @@ def _decode_config(
 
 
 def _prefill_config(
+    *,
     num_tiles: int,
     tile_size: int,
     num_rows: int,
@@ -124,6 +147,7 @@ def _prefill_config(
     widths: tuple[int, ...],
     dtype_bytes: int,
     ends_in_swiglu: bool,
+    shared_bytes: int,
 ) -> KernelConfig:
     """For several tiles, of which most have few segments.
 
@@ -134,12 +158,13 @@ def _prefill_config(
     rows, columns = min(32, num_rows), _expand_columns(num_tiles, widths)
     group = len(widths) if has_many_tiles and len(widths) <= _MAX_SHRINK_GROUP else 1
     # Products of float32 are unrolled: twice as many columns compile for seconds.
-    load = min(_power_of_two_factor(in_features), (128 if group > 1 or dtype_bytes > 2 else 256) // dtype_bytes)
+    row_bytes = 128 if group > 1 or dtype_bytes > 2 else 256
+    load = min(_power_of_two_factor(in_features), row_bytes // dtype_bytes)
     num_loads = in_features // load
     # A narrow output reads v of two splits in less time than they save.
     splits = 1 if has_many_tiles or sum(widths) > in_features else _largest_divisor(num_loads, at_most=2)
-    most_unrolled = max(4 // group, 1) if group > 1 else 2 if has_few_tiles else 1
-    unroll = _largest_divisor(num_loads // splits, at_most=most_unrolled)
+    has_sm_alone = has_few_tiles and shared_bytes >= _LONE_SHRINK_SHARED_BYTES
+    unroll = _largest_divisor(num_loads // splits, at_most=2 if has_sm_alone or group == 2 else 1)
     # Most programs of one for each possible block of rank rows end at once: at 128 tiles and 1024 rank rows, launching
     # them costs as much as the work.
     num_blocks = -(-num_rows // rows)
@@ -155,7 +180,7 @@ def _prefill_config(
         shrink_unroll=unroll,
         shrink_stages=_shrink_stages(
             (tile_size + group * rows) * load * unroll * dtype_bytes,
-            _LONE_SHRINK_SHARED_BYTES if has_few_tiles else _SHRINK_SHARED_BYTES,
+            _LONE_SHRINK_SHARED_BYTES if has_sm_alone else _SHRINK_SHARED_BYTES,
         ),
         expand_rows=min(128 if has_large_steps else 32, num_rows),
         expand_columns=min(64, columns) if has_large_steps else columns,

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.gpu import max_shared_bytes
 from pallas_kernels.maf_mvm.config import KernelConfig, pick_config
 from pallas_kernels.maf_mvm.slots import ProjectionSlots
 from pallas_kernels.segments import Segments
@@ -66,6 +67,7 @@ def maf_mvm(
         in_features=x.shape[1],
         widths=slots.widths,
         dtype_bytes=x.dtype.itemsize,
+        shared_bytes=max_shared_bytes(),
     )
     return _shrink_expand(x, slots, segments, base, layer, config=config or picked)
 

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.gpu import max_shared_bytes
 from pallas_kernels.maf_mvm.config import KernelConfig, pick_config
 from pallas_kernels.maf_mvm.slots import ProjectionSlots
 from pallas_kernels.segments import Segments
@@ -55,6 +56,7 @@ def maf_mvm(
         in_features=x.shape[1],
         widths=slots.widths,
         dtype_bytes=x.dtype.itemsize,
+        shared_bytes=max_shared_bytes(),
         ends_in_swiglu=ends_in_swiglu,
     )
     interpret = jax.default_backend() == "cpu"

@@ -1,5 +1,6 @@
 """The public op: checks shapes, picks an implementation, calls it."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.gpu import is_hopper
 from pallas_kernels.paged_attention import pallas_triton, portable, reference
 from pallas_kernels.paged_attention.config import prefers_mosaic
 from pallas_kernels.paged_attention.query_tiles import QueryTiles, build_query_tiles
@@ -74,19 +76,19 @@ def paged_attention(
 
 
 def _call_first_supported(q: Array, kv: Array, block_tables: Array, tiles: QueryTiles) -> Array:
-    num_kv_heads, block_size = kv.shape[2:4]
-    for_long_prompts = prefers_mosaic(
-        num_tiles=tiles.starts.shape[0],
-        tile_size=tiles.tile_size,
-        num_kv_heads=num_kv_heads,
-        max_context=block_tables.shape[1] * block_size,
-    )
     if jax.default_backend() == "gpu":
-        for attend in (*((_pallas_mosaic,) if for_long_prompts else ()), pallas_triton.paged_attention):
-            try:
-                return attend(q, kv, block_tables, tiles)
-            except NotImplementedError:
-                pass  # the portable form supports everything
+        has_long_prompts = prefers_mosaic(
+            num_tokens=q.shape[0],
+            tile_size=tiles.tile_size,
+            head_dim=q.shape[2],
+            max_context=block_tables.shape[1] * kv.shape[3],
+            dtype=q.dtype,
+        )
+        if has_long_prompts and is_hopper():
+            with contextlib.suppress(NotImplementedError):
+                return _pallas_mosaic(q, kv, block_tables, tiles)
+        with contextlib.suppress(NotImplementedError):  # the portable form supports everything
+            return pallas_triton.paged_attention(q, kv, block_tables, tiles)
     return portable.paged_attention(q, kv, block_tables, tiles)
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.hopper import MAX_SHARED_BYTES
+from pallas_kernels.gpu import MAX_SHARED_BYTES
 
 # Programs that fill an H200 (132 multiprocessors) about twice over. Other GPUs get the same split: it decides how
 # sums are grouped, so results do not change with the number of multiprocessors.
@@ -126,14 +126,15 @@ def kernel_config(
     )
 
 
-def prefers_mosaic(*, num_tiles: int, tile_size: int, num_kv_heads: int, max_context: int) -> bool:
-    """Whether the Mosaic kernel is faster than the Triton kernel where a GPU has both: for many tiles of long prompts.
+def prefers_mosaic(*, num_tokens: int, tile_size: int, head_dim: int, max_context: int, dtype: DTypeLike) -> bool:
+    """Whether to take the Mosaic kernel on Hopper, where long prompts are read.
 
-    On an H200, 8B heads: 4 x 2048 tokens 351 us against 424, 2048 behind 2048 others 215 against 327, but 16 x 512 188
-    against 163. How long the prompts are is not known when a program is compiled, only how long they may be.
+    On an H200, 8B heads: 4 x 2048 tokens 351 us against 431, 2048 behind 2048 others 215 against 327, but 16 x 512 188
+    against 163. How long the prompts are is not known when a program is compiled, only how long they may be. Heads of
+    64, fewer tokens and decode rows among them were not measured.
     """
-    fills_chip = num_tiles * num_kv_heads >= _TARGET_PROGRAMS
-    return tile_size == MOSAIC_TILE_SIZE and fills_chip and max_context >= _LONG_CONTEXT
+    is_measured = tile_size == MOSAIC_TILE_SIZE and head_dim == 128 and jnp.dtype(dtype) == jnp.bfloat16
+    return is_measured and num_tokens >= _LONG_CONTEXT and max_context >= _LONG_CONTEXT
 
 
 def _num_splits(num_programs: int, num_chunks: int) -> int:

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.hopper import check_hopper
+from pallas_kernels.gpu import check_hopper
 from pallas_kernels.paged_attention.config import MOSAIC_TILE_SIZE, MosaicConfig
 from pallas_kernels.paged_attention.query_tiles import QueryTiles
 from pallas_kernels.paged_attention.softmax import MASKED, NO_PEAK

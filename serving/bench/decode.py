@@ -306,7 +306,7 @@ def make_engine(options: argparse.Namespace, batches: Sequence[int], prefill: tu
     budget = options.max_num_batched_tokens
     buckets = Buckets(
         decode=tuple(Bucket(n, n, m) for n in sizes for m in decode_programs(n, options.slots, options.rank)),
-        mixed=tuple(Bucket(budget, max_num_seqs, m) for m in mixed_programs(budget, budget)),
+        mixed=tuple(Bucket(budget, max_num_seqs, m) for m in mixed_programs(budget, largest=budget)),
     )
     return Engine(random_model(config, options.dtype), None, store, (), engine_config, buckets=buckets)
 

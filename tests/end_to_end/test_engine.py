@@ -383,11 +383,18 @@ def test_what_is_free_can_be_seen_before_the_first_step() -> None:
 
 
 @pytest.mark.slow
-def test_a_decode_program_made_for_few_slots_never_gets_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_made_for_few_slots_never_gets_more(monkeypatch: pytest.MonkeyPatch) -> None:
     split = tiny_model(vocab=257)
     adapters = {name: random_adapter(split.config, rank=8, seed=i) for i, name in enumerate("abc")}  # two slots each
     gated_set = random_gated_set(split.config, "g", "bc", granularity="layer", top_k=1, renormalize=True, seed=3)
-    buckets = make_buckets(4, 16, decode_sizes=(1, 2), mixed_sizes=(), decode_slots=lambda _: (0, 2, None))
+    buckets = make_buckets(
+        4,
+        16,
+        decode_sizes=(1, 2),
+        mixed_sizes=(),
+        decode_slots=lambda _: (0, 2, None),
+        mixed_slots=lambda _: (0, None),
+    )
     engine = make_engine(split, adapters, [gated_set], buckets=buckets)
     made_for = []
     forward = engine._programs.forward
@@ -398,15 +405,16 @@ def test_a_decode_program_made_for_few_slots_never_gets_more(monkeypatch: pytest
         if (rows[:, 0] >= 0).any():
             used[[slot for name in gated_set.experts for slot in engine.slot_cache.lookup(name) or ()]] = True
         assert bucket.max_slots is None or used.sum() <= bucket.max_slots
-        made_for.append(bucket.max_slots)
+        made_for.append((bucket.is_decode, bucket.max_slots))
         return forward(bucket, cache, last_tokens, tables, batch)
 
     monkeypatch.setattr(engine._programs, "forward", checked)
+    generate(engine, PROMPT, {}, max_tokens=2)  # a prompt that is read while nobody has an adapter
     mixes: list[Any] = [{}, {"a": 1.0}, {"a": 0.5, "b": 0.5}, "g"]
     for i, mix in enumerate(mixes):
         engine.add_request(make_request(engine, str(i), PROMPT, mix, max_tokens=3 + 4 * (3 - i)))
     outputs = run_to_end(engine)
-    assert {0, 2, None} == set(made_for)
+    assert set(made_for) == {(True, 0), (True, 2), (True, None), (False, 0), (False, None)}
     alone = make_engine(split, adapters, [gated_set])
     for i, mix in enumerate(mixes):
         assert token_ids(outputs[str(i)]) == generate(alone, PROMPT, mix, max_tokens=3 + 4 * (3 - i))

@@ -183,7 +183,7 @@ def test_on_a_gpu_few_programs_are_compiled_and_a_prompt_beside_decode_rows_is_p
 ):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     buckets = pick_buckets(32, 512, num_slots=64, slot_rank=8)
-    assert (len(buckets.decode), len(buckets.mixed)) == (8, 6)
+    assert (len(buckets.decode), len(buckets.mixed)) == (8, 5)
     assert buckets.of(plan_of(25, 25 + 220), num_slots=9) == Bucket(256, 32)
     many = pick_buckets(256, 2048, num_slots=64, slot_rank=8)
     assert (len(many.decode), len(many.mixed)) == (15, 10)
@@ -209,14 +209,16 @@ def test_a_large_slot_array_has_programs_for_as_many_slots_as_one_launch_takes_f
     assert decode_programs(1, 4, 2048) == (0, None)
 
 
-def test_the_largest_mixed_step_has_a_program_for_nobody_with_an_adapter(monkeypatch: pytest.MonkeyPatch):
-    assert mixed_programs(512, 512) == (None,)
+def test_the_largest_step_of_long_prompts_has_a_program_for_nobody_with_an_adapter(monkeypatch: pytest.MonkeyPatch):
+    assert mixed_programs(8192, largest=8192) == (None,)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert mixed_programs(512, 512) == (0, None)
-    assert mixed_programs(384, 512) == (None,)
-    buckets = pick_buckets(32, 512, num_slots=64, slot_rank=8)
-    assert buckets.of(plan_of(5, 500), num_slots=0) == Bucket(512, 32, 0)
-    assert buckets.of(plan_of(5, 500), num_slots=1) == Bucket(512, 32)
+    assert mixed_programs(8192, largest=8192) == (0, None)
+    assert mixed_programs(6144, largest=8192) == mixed_programs(512, largest=512) == (None,)
+    buckets = pick_buckets(32, 8192, num_slots=64, slot_rank=8)
+    assert buckets.of(plan_of(5, 8000), num_slots=0) == Bucket(8192, 32, 0)
+    assert buckets.of(plan_of(5, 8000), num_slots=1) == Bucket(8192, 32)
+    as_many_rows = pick_buckets(4096, 4096, num_slots=64, slot_rank=8)
+    assert [b.num_tokens for b in as_many_rows.mixed if b.max_slots == 0] == [4097]
 
 
 def test_a_step_takes_the_program_made_for_the_fewest_slots_that_suffice():

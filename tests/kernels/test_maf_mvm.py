@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper import MAX_SHARED_BYTES
+from pallas_kernels.gpu import MAX_SHARED_BYTES
 from pallas_kernels.maf_mvm import Implementation, maf_mvm, maf_swiglu, pallas_triton, swiglu
 from pallas_kernels.maf_mvm.checks import dynamic_validate
 from pallas_kernels.maf_mvm.config import pick_config
@@ -74,6 +74,19 @@ def test_every_number_of_tokens_matches_the_reference(
     rng: np.random.Generator, implementation: Implementation, num_tokens: int
 ) -> None:
     assert_matches_reference(make_case(rng, Problem(num_tokens=num_tokens)), implementation)
+
+
+@pytest.mark.parametrize("widths", [(64, 32), (32, 32)])
+def test_the_large_steps_of_a_few_tiles_match_the_reference(rng: np.random.Generator, widths: tuple[int, ...]) -> None:
+    """An expand that reads blocks of several shrink programs, of which the last were never written; and two splits."""
+    problem = Problem(num_tokens=130, num_slots=16, in_features=256, widths=widths, dtype=jnp.bfloat16)
+    sizes = pick_config(
+        num_tiles=3, tile_size=64, num_slots=16, slot_rank=8, in_features=256, widths=widths, dtype_bytes=2
+    )
+    assert (sizes.expand_rows, sizes.shrink_rows, sizes.shrink_splits) == (128, 32, 2)
+    weights = mix_matrix(rng, "distinct", 130, 16)
+    weights[64:128, :, 5:] = 0  # a tile of five segments
+    assert_matches_reference(make_case(rng, problem, weights), "pallas_triton")
 
 
 @each_implementation

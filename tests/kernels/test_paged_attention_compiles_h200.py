@@ -95,18 +95,23 @@ def test_heads_of_an_odd_width_compile(h200: H200):
 
 
 @pytest.mark.parametrize(
-    ("name", "context", "words"),
+    ("name", "context", "dtype", "num_kv_heads", "words"),
     [
-        ("8b_prefill_4x2048+0", 2048, "mosaic_gpu"),
-        ("8b_prefill_4x2048+0", 2032, "triton"),
-        ("8b_prefill_512+0", 8192, "triton"),
-        ("8b_mixed_512", 8192, "triton"),
+        ("8b_prefill_4x2048+0", 2048, "bfloat16", 8, "mosaic_gpu"),
+        ("8b_prefill_4x2048+0", 2032, "bfloat16", 8, "triton"),
+        ("8b_prefill_4x2048+0", 2048, "float32", 8, "triton"),
+        ("8b_prefill_4x2048+0", 2048, "bfloat16", 32, "triton"),  # an odd number of query heads to a KV head: refused
+        ("8b_prefill_512+0", 8192, "bfloat16", 8, "triton"),
+        ("8b_mixed_512", 8192, "bfloat16", 8, "triton"),
     ],
 )
-def test_long_prompts_take_the_mosaic_kernel(name: str, context: int, words: str, h200: H200):
+def test_long_prompts_take_the_mosaic_kernel_where_it_supports_them(
+    name: str, context: int, dtype: str, num_kv_heads: int, words: str, h200: H200
+):
     """By how long they may be: the width of the block tables."""
-    q, kv, _, tiles = structs(SHAPES[name], "bfloat16")
-    tables = jax.ShapeDtypeStruct((SHAPES[name].num_seqs, context // SHAPES[name].block_size), jnp.int32)
+    shape = dataclasses.replace(SHAPES[name], num_kv_heads=num_kv_heads)
+    q, kv, _, tiles = structs(shape, dtype)
+    tables = jax.ShapeDtypeStruct((shape.num_seqs, context // shape.block_size), jnp.int32)
     lowered = h200.lower(lambda *args: paged_attention(*args), q, kv, tables, tiles).as_text()
     assert [word for word in ("mosaic_gpu", "triton") if word in lowered] == [words]
 

@@ -111,7 +111,8 @@ def test_many_steps_at_once_give_what_one_after_another_gives(case: tuple[Model,
 @pytest.mark.parametrize(
     "implementation", [*(pytest.param(i, marks=pytest.mark.slow) for i in ("reference", "pallas_triton")), "separate"]
 )
-def test_programs_for_few_slots_and_for_none_give_the_bits_of_the_one_for_any(implementation) -> None:
+@pytest.mark.parametrize("new_tokens", [1, 3])
+def test_programs_for_few_slots_and_for_none_give_the_bits_of_the_one_for_any(implementation, new_tokens) -> None:
     split = tiny_model(dtype=jnp.bfloat16)
     model = Model(split, None, adapter_slots=3, slot_rank=4)
     model.add_adapter("a", random_adapter(split.config, rank=3, seed=0))
@@ -119,9 +120,9 @@ def test_programs_for_few_slots_and_for_none_give_the_bits_of_the_one_for_any(im
     rows = packed_rows(3, 3)
     rows.weights[0, 0] = 1.0
     tables = StepTables(model.slots, None, jnp.asarray(rows.array), BLOCK_TABLES)
-    batch = packed_batch(2, 2)
-    batch.tokens[:] = [7, 9]
-    batch.seqs.T[:] = [[0, 0, 1, 0, 0, 1, 0], [2, 1, 1, 0, 0, 1, 0]]
+    batch = packed_batch(2 * new_tokens, 2)
+    batch.tokens[:] = np.arange(7, 7 + 2 * new_tokens)
+    batch.seqs.T[:] = [[0, 0, new_tokens, 0, 0, 1, 0], [2, new_tokens, new_tokens, 0, 0, 1, 0]]
 
     def logits(max_slots: int | None) -> np.ndarray:
         cache = empty_cache(split.config, num_blocks=12, block_size=4, dtype=split.dtype)

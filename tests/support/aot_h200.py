@@ -20,6 +20,7 @@ import dataclasses
 import importlib.util
 import os
 import re
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -69,7 +70,7 @@ device_description_str: "NVIDIA H200"
 
 @dataclasses.dataclass(frozen=True)
 class H200:
-    """A compile-only H200.
+    """A compile-only H200, or L40.
 
     Attributes:
       sharding: places an argument on the compile-only device.
@@ -98,10 +99,37 @@ def h200_target() -> Iterator[H200]:
     Raises:
       RuntimeError: If the CUDA plugin that holds XLA's GPU compiler is not installed or was refused.
     """
+    info = gpu_info.GpuInfo(gpu_version=gpu_info.GpuVersion.H200, arch_name="9.0", compute_capability=90)
+    with _target(_TARGET_CONFIG, info) as target:
+        yield target
+
+
+@contextlib.contextmanager
+def l40_target() -> Iterator[H200]:
+    """The same for an L40, for what Ada lacks: 99 KiB of shared memory a block instead of 227, no wgmma."""
+    info = gpu_info.GpuInfo(gpu_version=gpu_info.GpuVersion.L40, arch_name="8.9", compute_capability=89)
+    config = _TARGET_CONFIG
+    for ours, theirs in (
+        ("shared_memory_per_core: 233472", "shared_memory_per_core: 102400"),
+        ("shared_memory_per_block_optin: 232448", "shared_memory_per_block_optin: 101376"),
+        ("{ major: 9 minor: 0 }", "{ major: 8 minor: 9 }"),
+        ("core_count: 132", "core_count: 142"),
+        ("threads_per_core_limit: 2048", "threads_per_core_limit: 1536"),
+        ("NVIDIA H200", "NVIDIA L40"),
+    ):
+        assert ours in config
+        config = config.replace(ours, theirs)
+    device = types.SimpleNamespace(compute_capability=info.arch_name)
+    with _target(config, info) as target, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda: [device])
+        yield target
+
+
+@contextlib.contextmanager
+def _target(config: str, info: gpu_info.GpuInfo) -> Iterator[H200]:
     if jax.default_backend() != "cpu":
         pytest.skip("deviceless compile is for CPU-only runs; set JAX_PLATFORMS=cpu to run it here")
-    topology = _h200_topology()
-    info = gpu_info.GpuInfo(gpu_version=gpu_info.GpuVersion.H200, arch_name="9.0", compute_capability=90)
+    topology = _topology(config)
     canonicalize = xla_bridge.canonicalize_platform
 
     def canonicalize_for_target(platform: str) -> str:
@@ -123,7 +151,7 @@ def h200_target() -> Iterator[H200]:
             jax.clear_caches()
 
 
-def _h200_topology() -> topologies.TopologyDescription:
+def _topology(config: str) -> topologies.TopologyDescription:
     version = jax.__version__
     install = f"pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
@@ -131,7 +159,7 @@ def _h200_topology() -> topologies.TopologyDescription:
     # The plugin looks for a driver and CUDA libraries when it loads, which a compile-only run has not.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
-        return topologies.get_topology_desc(platform="cuda", target_config=_TARGET_CONFIG, topology="1x1x1")
+        return topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
     except NotImplementedError as error:
         raise RuntimeError(
             "the CUDA plugin is installed but JAX did not load it; set JAX_PLATFORMS=cpu or "

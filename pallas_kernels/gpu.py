@@ -1,0 +1,33 @@
+"""What the kernels ask of the GPU."""
+
+import jax
+
+MAX_SHARED_BYTES = 227 * 1024  # of one block, or CTA, on Hopper
+_HOPPER = "9.0"
+# Of other GPUs, by compute capability (CUDA C++ Programming Guide, technical specifications).
+_MAX_SHARED_BYTES = {"8.0": 163 * 1024, "8.7": 163 * 1024, "10.0": MAX_SHARED_BYTES, "10.3": MAX_SHARED_BYTES}
+_LEAST_SHARED_BYTES = 99 * 1024  # 8.6, 8.9, 12.0
+
+
+def max_shared_bytes() -> int:
+    """Shared memory that one block may have; on a CPU, that of Hopper."""
+    capability = _compute_capability()
+    return MAX_SHARED_BYTES if capability == _HOPPER else _MAX_SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES)
+
+
+def is_hopper() -> bool:
+    """Whether there is wgmma. A CPU, which interprets, passes for Hopper."""
+    return _compute_capability() == _HOPPER
+
+
+def check_hopper(*, instead: str) -> None:
+    """Raises NotImplementedError, naming `instead`, unless `is_hopper`."""
+    if not is_hopper():
+        raise NotImplementedError(
+            f"compute capability {_compute_capability()} is not supported; wgmma exists on Hopper ({_HOPPER}) alone: "
+            f"use {instead}"
+        )
+
+
+def _compute_capability() -> str:
+    return getattr(jax.devices()[0], "compute_capability", _HOPPER)
