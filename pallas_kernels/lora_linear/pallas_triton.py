@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.gpu import max_shared_bytes
 from pallas_kernels.lora_linear.arrivals import ARRIVALS_PER_SITE
 from pallas_kernels.lora_linear.config import MIN_DOT_SIZE, KernelConfig, Problem, pick_config
 from pallas_kernels.maf_mvm.slots import ProjectionSlots
@@ -84,7 +85,11 @@ def _call(
     config: KernelConfig | None,
     is_swiglu: bool,
 ) -> tuple[Float[Array, "num_partials num_tokens out_features"], Int[Array, "num_sites cells"]]:
-    picked = config or pick_config(_problem(x, slots, segments, is_swiglu=is_swiglu), has_adapters=segments is not None)
+    picked = config or pick_config(
+        _problem(x, slots, segments, is_swiglu=is_swiglu),
+        has_adapters=segments is not None,
+        shared_bytes=max_shared_bytes(),
+    )
     if is_swiglu and picked.splits != 1:
         raise NotImplementedError(f"SwiGLU needs whole sums, but the configuration has {picked.splits} splits")
     interpret = jax.default_backend() == "cpu"

@@ -26,7 +26,7 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels.maf_mvm import ProjectionSlots, pallas_triton, reference, swiglu, token_tile_size
-from pallas_kernels.maf_mvm.config import KernelConfig, pick_config
+from pallas_kernels.maf_mvm.config import MIN_DOT_SIZE, KernelConfig, pick_config
 from pallas_kernels.maf_mvm.shapes import GROUPS, Group, named_shapes
 from pallas_kernels.segments import Segments, build_segments
 
@@ -157,18 +157,25 @@ def swiglu_alone(base: Array, *_: Any) -> list[Array]:
 
 
 def _configs(picked: KernelConfig, in_features: int) -> Iterator[tuple[str, KernelConfig]]:
-    """The picked block sizes and one change each; "a program a block" is how every tile once ran."""
+    """The picked block sizes, and every other choice of one of them."""
     yield "picked", picked
     num_blocks = picked.padded_rows(_NUM_SLOTS * _SLOT_RANK) // picked.shrink_rows
-    yield "a program a block", dataclasses.replace(picked, shrink_group=1, shrink_programs=num_blocks)
-    num_loads = in_features // picked.shrink_columns // picked.shrink_unroll
-    for splits in (1, 2, 4, 8):
-        if splits != picked.shrink_splits and num_loads % splits == 0:
-            yield f"{splits} splits", dataclasses.replace(picked, shrink_splits=splits)
-    if picked.expand_columns > 64:
-        yield "64 columns", dataclasses.replace(picked, expand_columns=64)
-    yield "no pipeline in the expand", dataclasses.replace(picked, expand_stages=1)
-    yield "8 warps", dataclasses.replace(picked, num_warps=8)
+    choices = {
+        "shrink_programs": (num_blocks, max(num_blocks // 2, 1)),
+        "shrink_splits": (1, 2, 4),
+        "shrink_columns": (64, 128),
+        "shrink_unroll": (1, 2),
+        "expand_rows": (32, 64, 128),
+        "expand_columns": (picked.expand_columns // 2,),
+        "expand_stages": (1, 3),
+        "num_warps": (4, 8),
+    }
+    for name, values in choices.items():
+        for value in values:
+            config = dataclasses.replace(picked, **{name: value})
+            step = config.shrink_columns * config.shrink_unroll * config.shrink_splits
+            if config != picked and in_features % step == 0 and config.expand_columns >= MIN_DOT_SIZE:
+                yield f"{name} {value}", config
 
 
 def _inputs(group: Group, options: argparse.Namespace) -> tuple[Array, ProjectionSlots, Segments, Array]:

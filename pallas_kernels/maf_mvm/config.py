@@ -10,12 +10,12 @@ from pallas_kernels.gpu import MAX_SHARED_BYTES
 # Where few programs have work, each may have an SM for itself.
 _SHRINK_SHARED_BYTES = 96 * 1024
 _LONE_SHRINK_SHARED_BYTES = 2 * _SHRINK_SHARED_BYTES
-# Between the numbers of tiles at which sizes were measured: 8, 32 and 128 (results/2026-11-30-maf-mvm-few-tiles.json).
+# Between 8, 32 and 128, at which sizes were measured (benchmarks/results/2026-11-30-maf-mvm-few-tiles.json).
 _FEW_TILES, _MANY_TILES = 16, 64
 _MAX_TILE_SIZE = 64
 _MAX_SHRINK_GROUP = 4  # accumulators of a shrink program that registers hold beside each other
 _NUM_SMS = 132  # of an H200; other GPUs get the same split
-_MIN_DOT_SIZE = 16  # the tensor cores' smallest tile side
+MIN_DOT_SIZE = 16  # the tensor cores' smallest tile side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class KernelConfig:
     @property
     def swiglu_columns(self) -> int:
         """Output features of one program that ends in silu(gate) * up: it holds as many of gate and of up."""
-        return max(self.expand_columns // 2, _MIN_DOT_SIZE)
+        return max(self.expand_columns // 2, MIN_DOT_SIZE)
 
     @property
     def swiglu_warps(self) -> int:
@@ -69,7 +69,7 @@ def token_tile_size(num_tokens: int) -> int:
 
     A power of two from 16 to 64. A and B are read once per tile, so a tile is as large as registers allow.
     """
-    return min(max(pl.next_power_of_2(num_tokens), _MIN_DOT_SIZE), _MAX_TILE_SIZE)
+    return min(max(pl.next_power_of_2(num_tokens), MIN_DOT_SIZE), _MAX_TILE_SIZE)
 
 
 def pick_config(
@@ -99,7 +99,7 @@ def pick_config(
       NotImplementedError: If the kernels do not support the shapes.
     """
     _check_supported(tile_size, slot_rank, in_features, widths)
-    num_rows = max(pl.next_power_of_2(num_slots * slot_rank), _MIN_DOT_SIZE)
+    num_rows = max(pl.next_power_of_2(num_slots * slot_rank), MIN_DOT_SIZE)
     if num_tiles == 1:
         return _decode_config(tile_size, num_rows, in_features, widths, dtype_bytes)
     return _prefill_config(
@@ -201,15 +201,15 @@ def _expand_columns(num_tiles: int, widths: tuple[int, ...]) -> int:
 
 
 def _check_supported(tile_size: int, slot_rank: int, in_features: int, widths: tuple[int, ...]) -> None:
-    if not _is_power_of_two(tile_size) or not _MIN_DOT_SIZE <= tile_size <= _MAX_TILE_SIZE:
+    if not _is_power_of_two(tile_size) or not MIN_DOT_SIZE <= tile_size <= _MAX_TILE_SIZE:
         raise NotImplementedError(
             f"tile_size {tile_size} of the segments is not supported; use 16, 32 or 64, as token_tile_size gives it"
         )
     if not _is_power_of_two(slot_rank):
         raise NotImplementedError(f"slot_rank {slot_rank} is not supported; use a power of two such as 8 or 16")
     for name, width in [("in_features", in_features), *(("width", width) for width in widths)]:
-        if _power_of_two_factor(width) < _MIN_DOT_SIZE:
-            raise NotImplementedError(f"{name} {width} is not supported; it must be a multiple of {_MIN_DOT_SIZE}")
+        if _power_of_two_factor(width) < MIN_DOT_SIZE:
+            raise NotImplementedError(f"{name} {width} is not supported; it must be a multiple of {MIN_DOT_SIZE}")
 
 
 def _is_power_of_two(n: int) -> bool:

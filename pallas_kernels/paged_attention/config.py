@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels.gpu import MAX_SHARED_BYTES
@@ -98,6 +99,7 @@ def kernel_config(
     head_dim: int,
     max_context: int,
     dtype: DTypeLike,
+    shared_bytes: int = MAX_SHARED_BYTES,
 ) -> KernelConfig:
     """Picks the Pallas kernel's configuration from static shapes.
 
@@ -109,6 +111,10 @@ def kernel_config(
       head_dim: width of a head.
       max_context: tokens that one row of the block table can hold.
       dtype: of q and of the cache.
+      shared_bytes: that a block of this GPU may have.
+
+    Raises:
+      NotImplementedError: If not even the smallest sizes fit into it.
     """
     num_rows = tile_size * q_per_kv
     is_float32 = jnp.dtype(dtype) == jnp.float32
@@ -118,11 +124,31 @@ def kernel_config(
         chunk_tokens = 32 if num_rows <= 64 else 16
     # Measured on an H200 (8B heads, 4 x 512 tokens): 4 warps are best at 64 and 128 rows, 8 at 256.
     num_warps = 8 if num_rows > 128 else 4
+    num_stages = 2 if is_float32 else 3
+    if not is_float32 and shared_bytes < MAX_SHARED_BYTES:
+        rows = pl.next_power_of_2(num_rows)
+        chunk_tokens, num_stages = _fitting_chunk(rows, head_dim, chunk_tokens, num_stages, shared_bytes)
     return KernelConfig(
         chunk_tokens=chunk_tokens,
         num_splits=_num_splits(num_tiles * num_kv_heads, -(-max_context // chunk_tokens)),
         num_warps=num_warps,
-        num_stages=2 if is_float32 else 3,
+        num_stages=num_stages,
+    )
+
+
+def _fitting_chunk(
+    num_rows: int, head_dim: int, chunk_tokens: int, num_stages: int, shared_bytes: int
+) -> tuple[int, int]:
+    """Tokens a chunk and stages with which a program fits into less shared memory than Hopper's.
+
+    It holds queries, the chunks of keys and values of all stages but one, and, unlike on Hopper, the weights.
+    """
+    for tokens, stages in ((chunk_tokens, num_stages), (chunk_tokens, 2), (32, 2), (16, 2)):
+        if 2 * (num_rows * (head_dim + tokens) + (stages - 1) * 2 * tokens * head_dim) <= shared_bytes:
+            return tokens, stages
+    raise NotImplementedError(
+        f"{num_rows} query rows of {head_dim} need more than the {shared_bytes} bytes of shared memory that a block of "
+        "this GPU has; use 'portable'"
     )
 
 

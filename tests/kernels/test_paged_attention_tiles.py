@@ -66,6 +66,19 @@ def test_few_tiles_over_a_long_context_are_split_and_many_are_not():
     assert kernel_config(num_tiles=256, tile_size=1, max_context=8192, **heads).num_splits == 1
 
 
+def test_a_gpu_with_less_shared_memory_gets_smaller_chunks_until_nothing_fits():
+    sizes = {"num_tiles": 64, "num_kv_heads": 8, "head_dim": 128, "max_context": 2048, "dtype": jnp.bfloat16}
+
+    def picked(q_per_kv: int, shared_kib: int) -> tuple[int, int]:
+        config = kernel_config(tile_size=64, q_per_kv=q_per_kv, shared_bytes=shared_kib * 1024, **sizes)
+        return config.chunk_tokens, config.num_stages
+
+    assert (picked(4, 227), picked(4, 163), picked(4, 99)) == ((64, 3), (64, 3), (32, 2))
+    assert picked(8, 227) == (64, 3)
+    with pytest.raises(NotImplementedError, match="512 query rows of 128 need more than the 101376 bytes"):
+        picked(8, 99)
+
+
 def test_sizes_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="tile_size and num_tokens must be at least 1, got 0 and 4"):
         build([0], [4], [0], num_tokens=4, tile_size=0)
