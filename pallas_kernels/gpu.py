@@ -2,17 +2,22 @@
 
 import jax
 
-MAX_SHARED_BYTES = 227 * 1024  # of one block, or CTA, on Hopper
 _HOPPER = "9.0"
-# Of other GPUs, by compute capability (CUDA C++ Programming Guide, technical specifications).
-_MAX_SHARED_BYTES = {"8.0": 163 * 1024, "8.7": 163 * 1024, "10.0": MAX_SHARED_BYTES, "10.3": MAX_SHARED_BYTES}
-_LEAST_SHARED_BYTES = 99 * 1024  # 8.6, 8.9, 12.0
+# Of one block, or CTA, by compute capability (CUDA C++ Programming Guide, technical specifications).
+HOPPER_SHARED_BYTES = 227 * 1024
+_SHARED_BYTES = {
+    "8.0": 163 * 1024,
+    "8.7": 163 * 1024,
+    _HOPPER: HOPPER_SHARED_BYTES,
+    "10.0": 227 * 1024,
+    "10.3": 227 * 1024,
+}
+_OTHER_SHARED_BYTES = 99 * 1024  # 8.6, 8.9, 12.0
 
 
 def max_shared_bytes() -> int:
     """Shared memory that one block may have; on a CPU, that of Hopper."""
-    capability = _compute_capability()
-    return MAX_SHARED_BYTES if capability == _HOPPER else _MAX_SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES)
+    return _SHARED_BYTES.get(_compute_capability(), _OTHER_SHARED_BYTES)
 
 
 def is_hopper() -> bool:

@@ -105,7 +105,7 @@ def make_buckets(
       max_num_batched_tokens: token budget of a step.
       decode_sizes, mixed_sizes: ascending, maybe endless; those below the limit are used, and the limit.
       decode_slots: `Bucket.max_slots` that a size of a decode step gets programs for; one of them is None.
-      mixed_slots: the same of a mixed size.
+      mixed_slots: the same for a size of a mixed step.
     """
     decode = _up_to(max_num_seqs, decode_sizes)
     mixed = _up_to(max(max_num_batched_tokens, max_num_seqs + 1), mixed_sizes)

@@ -72,8 +72,8 @@ def sampler_of(plan: StepPlan) -> Sampler:
 _SMALL_MODEL_BYTES = 6e9  # read in 1.4 ms
 _DECODE_STEPS = 4
 _NUM_LOADING_THREADS = 4  # one compiles and one lowers; more are of use to programs that are loaded
+_LONG_PREFILL_TOKENS = 2048  # measured at 8192; at 512, it would save some launches of 256
 _FEW_SLOTS = 8
-_LONG_PREFILL_TOKENS = 2048
 _FEW_SLOTS_SEQS = (64,)  # on an H200, one adapter for all: 64 rows 5.65 ms against 5.74, 32 rows no gain, 1 row a loss
 
 
@@ -93,10 +93,10 @@ def decode_programs(num_seqs: int, num_slots: int, slot_rank: int) -> tuple[int 
 
 
 def mixed_programs(num_tokens: int, *, largest: int) -> tuple[int | None, ...]:
-    """The same of a mixed step of `num_tokens`, of which `largest` are the most.
+    """The same of a mixed step of `num_tokens`, where the largest has `largest`.
 
-    Where that is thousands, in which long prompts are read, it has a second program for when nobody uses an adapter (on
-    an H200, 8B, 4 x 2048 tokens: 186.7 ms against 189.0).
+    If long prompts fit into the largest, it has a second program for when nobody uses an adapter (on an H200, 8B, 4 x
+    2048 tokens: 186.7 ms against 189.0).
     """
     return (0, None) if num_tokens == largest >= _LONG_PREFILL_TOKENS and not _is_cpu() else (None,)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gpu import MAX_SHARED_BYTES
+from pallas_kernels.gpu import HOPPER_SHARED_BYTES
 
 MIN_DOT_SIZE = 16  # the tensor cores' smallest tile side
 _FEW_ROWS = 64  # then blocks are small: most have a row or two, and less shared memory lets more programs run
@@ -87,7 +87,9 @@ class Problem:
         return f"{kind} {self.in_features}->{'+'.join(map(str, self.widths))} tokens {self.num_tokens}"
 
 
-def pick_config(problem: Problem, *, has_adapters: bool = True, shared_bytes: int = MAX_SHARED_BYTES) -> KernelConfig:
+def pick_config(
+    problem: Problem, *, has_adapters: bool = True, shared_bytes: int = HOPPER_SHARED_BYTES
+) -> KernelConfig:
     """The measured choice for one problem, or a rule's, with as many stages as `shared_bytes` of a block can hold.
 
     Without adapters there may be a better one, and for many rank rows, with the same splits: they alone decide in which
@@ -112,16 +114,18 @@ def pick_config(problem: Problem, *, has_adapters: bool = True, shared_bytes: in
         tail_rows=min(config.tail_rows, pl.next_power_of_2(num_rows)),
         shrink_rows=min(config.shrink_rows, pl.next_power_of_2(num_rows)),
     )
-    # One stage less than there are is in memory.
-    num_stages = min(config.num_stages, 1 + shared_bytes // _stage_bytes(config, problem))
+    # A pipeline of n stages holds the loads of n - 1 steps.
+    step_bytes = _step_bytes(config, problem, has_adapters=has_adapters)
+    num_stages = min(config.num_stages, 1 + shared_bytes // step_bytes)
     return dataclasses.replace(config, num_stages=num_stages)
 
 
-def _stage_bytes(config: KernelConfig, problem: Problem) -> int:
-    """What the loop with the largest step loads in one: the main loop, its tail or a shrink program's."""
+def _step_bytes(config: KernelConfig, problem: Problem, *, has_adapters: bool) -> int:
+    """Bytes that one step loads, of the loop with the largest steps."""
     c, tokens, columns = config, problem.num_tokens, config.columns * (2 if problem.is_swiglu else 1)
     main, tail = (tokens + columns) * c.depth, (tokens + columns) * c.tail_rows
-    return 2 * max(main, tail, (tokens + c.shrink_rows) * c.shrink_columns * c.shrink_unroll)
+    shrink = (tokens + c.shrink_rows) * c.shrink_columns * c.shrink_unroll
+    return 2 * (max(main, tail, shrink) if has_adapters else main)
 
 
 def check_supported(problem: Problem) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pallas_kernels.gpu import MAX_SHARED_BYTES
+from pallas_kernels.gpu import HOPPER_SHARED_BYTES
 
 MAX_TOKENS = 64  # rows of one warpgroup's wgmma: one tile of tokens
 MIN_K = 16  # input features, or rank rows, of one wgmma
@@ -98,8 +98,8 @@ def check_supported(problem: MosaicProblem, config: MosaicConfig) -> None:
     if p.is_swiglu and c.splits != 1:
         raise NotImplementedError(f"SwiGLU needs whole sums, but the configuration has {c.splits} splits")
     used = max(p.site_bytes(c), p.shrink_bytes(c))
-    if used > MAX_SHARED_BYTES:
-        raise NotImplementedError(f"{c} needs {used} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}")
+    if used > HOPPER_SHARED_BYTES:
+        raise NotImplementedError(f"{c} needs {used} bytes of shared memory; a CTA has {HOPPER_SHARED_BYTES}")
 
 
 def _measured(problem: MosaicProblem) -> MosaicConfig | None:

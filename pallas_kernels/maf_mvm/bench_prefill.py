@@ -6,7 +6,7 @@
 Prompts with three adapters each share the step, beside decode rows with three each; of 128 adapters, each request takes
 the next three. The bound is the bytes of x, the base and the result over the speed at which the device copies a large
 array. A step runs each group once a layer, on top of the GEMMs. What is timed is a program of several calls, whose last
-result is checked against the float32 reference first.
+result is checked against the float32 reference first; on a GPU, the profiler tells the shrink's and the expand's times.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import functools
 import json
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.profiler import ProfileData
 
+from pallas_kernels.gpu import max_shared_bytes
 from pallas_kernels.maf_mvm import ProjectionSlots, pallas_triton, reference, swiglu, token_tile_size
 from pallas_kernels.maf_mvm.config import MIN_DOT_SIZE, KernelConfig, pick_config
 from pallas_kernels.maf_mvm.shapes import GROUPS, Group, named_shapes
@@ -32,6 +35,7 @@ from pallas_kernels.segments import Segments, build_segments
 
 _NUM_SLOTS, _SLOT_RANK, _MIX_SIZE = 128, 8, 3
 _NUM_CALLS = 8  # in one program, each with a layer of its own
+_TRACED_RUNS = 3
 _LARGEST_ERROR = 2e-2  # in bfloat16, relative to the norm
 
 
@@ -45,6 +49,7 @@ class Timing:
       median_us, p10_us, p90_us: of a call, over the repeats.
       bound_us: what moving its bytes takes.
       error: of a call, relative to the norm of the float32 reference.
+      kernels_us: median of each kernel's own time, by name; empty where the profiler knows none.
     """
 
     group: Group
@@ -54,6 +59,7 @@ class Timing:
     p90_us: float
     bound_us: float
     error: float
+    kernels_us: dict[str, float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(
                 f"{f'{group} {timing.what}':<44}{timing.median_us:>9.1f} ({timing.p10_us:.1f} to {timing.p90_us:.1f})"
                 f"  bound {timing.bound_us:.1f}  error {timing.error:.1e}",
+                *(f" {name.removeprefix('maf_mvm_')} {us:.1f}" for name, us in timing.kernels_us.items()),
                 flush=True,
             )
     if options.out is not None:
@@ -112,6 +119,7 @@ def measure(group: Group, options: argparse.Namespace, bytes_per_s: float) -> It
         widths=slots.widths,
         dtype_bytes=2,
         ends_in_swiglu=group == "gate_up",
+        shared_bytes=max_shared_bytes(),
     )
     args = base, x, slots, segments
     layers = [jnp.int32(i) for i in range(_NUM_CALLS)]
@@ -122,7 +130,8 @@ def measure(group: Group, options: argparse.Namespace, bytes_per_s: float) -> It
         compiled = jax.jit(call).lower(*args).compile()
         error = _error(compiled(*args)[-1], right)
         median, p10, p90 = (s / _NUM_CALLS * 1e6 for s in _seconds(compiled, *args, repeats=options.repeats))
-        return Timing(group, what, median, p10, p90, 2 * num_numbers / bytes_per_s * 1e6, error)
+        bound = 2 * num_numbers / bytes_per_s * 1e6
+        return Timing(group, what, median, p10, p90, bound, error, _kernels_us(compiled, *args))
 
     for label, config in _configs(picked, x.shape[1]):
         run = functools.partial(pallas_triton.maf_mvm, config=config)
@@ -157,7 +166,7 @@ def swiglu_alone(base: Array, *_: Any) -> list[Array]:
 
 
 def _configs(picked: KernelConfig, in_features: int) -> Iterator[tuple[str, KernelConfig]]:
-    """The picked block sizes, and every other choice of one of them."""
+    """The picked block sizes, and others with one of them changed."""
     yield "picked", picked
     num_blocks = picked.padded_rows(_NUM_SLOTS * _SLOT_RANK) // picked.shrink_rows
     choices = {
@@ -220,6 +229,26 @@ def _seconds(call: Callable[..., Any], *args: Any, repeats: int) -> tuple[float,
         times.append(time.perf_counter() - start)
     median, p10, p90 = np.percentile(times, (50, 10, 90))
     return float(median), float(p10), float(p90)
+
+
+def _kernels_us(call: Callable[..., Any], *args: Any) -> dict[str, float]:
+    """Median time of each kernel of maf_mvm in a run, from a profiler's trace."""
+    if jax.default_backend() != "gpu":
+        return {}
+    times: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(_TRACED_RUNS):
+                jax.block_until_ready(call(*args))
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        for plane in ProfileData.from_file(str(file)).planes:
+            for line in plane.lines:
+                if plane.name.startswith("/device:GPU") and "Stream" in line.name:
+                    for event in line.events:
+                        name = event.name.rstrip("_.0123456789")
+                        if name.startswith("maf_mvm_"):
+                            times.setdefault(name, []).append(event.duration_ns / 1e3)
+    return {name: float(np.median(us)) for name, us in times.items()}
 
 
 def make_parser() -> argparse.ArgumentParser:

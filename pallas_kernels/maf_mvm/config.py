@@ -4,9 +4,10 @@ import dataclasses
 
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gpu import MAX_SHARED_BYTES
+from pallas_kernels.gpu import HOPPER_SHARED_BYTES
 
-# A program of the shrink keeps this many bytes of x and A in shared memory; two or three programs then share an SM.
+# A program of the shrink keeps this many bytes of x and A in shared memory; two or three programs then share an SM, and
+# every GPU has as much.
 # Where few programs have work, each may have an SM for itself.
 _SHRINK_SHARED_BYTES = 96 * 1024
 _LONE_SHRINK_SHARED_BYTES = 2 * _SHRINK_SHARED_BYTES
@@ -82,7 +83,7 @@ def pick_config(
     widths: tuple[int, ...],
     dtype_bytes: int,
     ends_in_swiglu: bool = False,
-    shared_bytes: int = MAX_SHARED_BYTES,
+    shared_bytes: int = HOPPER_SHARED_BYTES,
 ) -> KernelConfig:
     """The block sizes for one problem, measured on an H200.
 

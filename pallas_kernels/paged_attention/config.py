@@ -1,18 +1,20 @@
 """How the op is cut up: tokens per query tile, and the Pallas kernel's block sizes, from the shapes alone."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels.gpu import MAX_SHARED_BYTES
+from pallas_kernels.gpu import HOPPER_SHARED_BYTES
 
 # Programs that fill an H200 (132 multiprocessors) about twice over. Other GPUs get the same split: it decides how
 # sums are grouped, so results do not change with the number of multiprocessors.
 _TARGET_PROGRAMS = 256
 _MAX_SPLITS = 32
-_LONG_CONTEXT = 2048
+_MIN_DOT_SIZE = 16
+_LONG_PROMPT_TOKENS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +73,9 @@ class MosaicConfig:
 
     def check_fits(self, head_dim: int) -> None:
         """Raises NotImplementedError if a CTA has less shared memory than this needs."""
-        if self.shared_bytes(head_dim) > MAX_SHARED_BYTES:
+        if self.shared_bytes(head_dim) > HOPPER_SHARED_BYTES:
             raise NotImplementedError(
-                f"{self} needs {self.shared_bytes(head_dim)} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
+                f"{self} needs {self.shared_bytes(head_dim)} bytes of shared memory; a CTA has {HOPPER_SHARED_BYTES}"
             )
 
 
@@ -99,7 +101,8 @@ def kernel_config(
     head_dim: int,
     max_context: int,
     dtype: DTypeLike,
-    shared_bytes: int = MAX_SHARED_BYTES,
+    shared_bytes: int = HOPPER_SHARED_BYTES,
+    has_wgmma: bool = True,
 ) -> KernelConfig:
     """Picks the Pallas kernel's configuration from static shapes.
 
@@ -112,6 +115,7 @@ def kernel_config(
       max_context: tokens that one row of the block table can hold.
       dtype: of q and of the cache.
       shared_bytes: that a block of this GPU may have.
+      has_wgmma: it is Hopper, whose products read the weights from registers.
 
     Raises:
       NotImplementedError: If not even the smallest sizes fit into it.
@@ -125,9 +129,15 @@ def kernel_config(
     # Measured on an H200 (8B heads, 4 x 512 tokens): 4 warps are best at 64 and 128 rows, 8 at 256.
     num_warps = 8 if num_rows > 128 else 4
     num_stages = 2 if is_float32 else 3
-    if not is_float32 and shared_bytes < MAX_SHARED_BYTES:
-        rows = pl.next_power_of_2(num_rows)
-        chunk_tokens, num_stages = _fitting_chunk(rows, head_dim, chunk_tokens, num_stages, shared_bytes)
+    sizes = [(chunk_tokens, num_stages), *((n, 2) for n in (64, 32, 16) if n <= chunk_tokens)]
+    needed = functools.partial(_shared_bytes, num_rows, head_dim, is_float32=is_float32, has_wgmma=has_wgmma)
+    fitting = [size for size in sizes if needed(*size) <= shared_bytes]
+    if not fitting:
+        raise NotImplementedError(
+            f"{num_rows} query rows of {head_dim} need more than the {shared_bytes} bytes of shared memory that a "
+            "block of this GPU has; use 'portable'"
+        )
+    chunk_tokens, num_stages = fitting[0]
     return KernelConfig(
         chunk_tokens=chunk_tokens,
         num_splits=_num_splits(num_tiles * num_kv_heads, -(-max_context // chunk_tokens)),
@@ -136,20 +146,17 @@ def kernel_config(
     )
 
 
-def _fitting_chunk(
-    num_rows: int, head_dim: int, chunk_tokens: int, num_stages: int, shared_bytes: int
-) -> tuple[int, int]:
-    """Tokens a chunk and stages with which a program fits into less shared memory than Hopper's.
-
-    It holds queries, the chunks of keys and values of all stages but one, and, unlike on Hopper, the weights.
-    """
-    for tokens, stages in ((chunk_tokens, num_stages), (chunk_tokens, 2), (32, 2), (16, 2)):
-        if 2 * (num_rows * (head_dim + tokens) + (stages - 1) * 2 * tokens * head_dim) <= shared_bytes:
-            return tokens, stages
-    raise NotImplementedError(
-        f"{num_rows} query rows of {head_dim} need more than the {shared_bytes} bytes of shared memory that a block of "
-        "this GPU has; use 'portable'"
-    )
+def _shared_bytes(
+    num_rows: int, head_dim: int, chunk_tokens: int, num_stages: int, *, is_float32: bool, has_wgmma: bool
+) -> int:
+    """What XLA asks for: queries, chunks of keys and values in flight, and weights unless products have registers."""
+    rows, lanes = (max(pl.next_power_of_2(n), _MIN_DOT_SIZE) for n in (num_rows, head_dim))
+    chunk = 2 * chunk_tokens * lanes  # keys and values
+    if is_float32:
+        return 4 * (rows * (lanes + chunk_tokens + 1) + (num_stages - 1) * chunk)
+    if has_wgmma:
+        return 2 * (rows * lanes + num_stages * chunk)
+    return 2 * (rows * (lanes + chunk_tokens) + (num_stages - 1) * chunk)
 
 
 def prefers_mosaic(*, num_tokens: int, tile_size: int, head_dim: int, max_context: int, dtype: DTypeLike) -> bool:
@@ -157,10 +164,10 @@ def prefers_mosaic(*, num_tokens: int, tile_size: int, head_dim: int, max_contex
 
     On an H200, 8B heads: 4 x 2048 tokens 351 us against 431, 2048 behind 2048 others 215 against 327, but 16 x 512 188
     against 163. How long the prompts are is not known when a program is compiled, only how long they may be. Heads of
-    64, fewer tokens and decode rows among them were not measured.
+    64 and fewer tokens, which take Triton's, and decode rows among them, which do not, were not measured.
     """
     is_measured = tile_size == MOSAIC_TILE_SIZE and head_dim == 128 and jnp.dtype(dtype) == jnp.bfloat16
-    return is_measured and num_tokens >= _LONG_CONTEXT and max_context >= _LONG_CONTEXT
+    return is_measured and num_tokens >= _LONG_PROMPT_TOKENS and max_context >= _LONG_PROMPT_TOKENS
 
 
 def _num_splits(num_programs: int, num_chunks: int) -> int:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gpu import max_shared_bytes
+from pallas_kernels.gpu import is_hopper, max_shared_bytes
 from pallas_kernels.paged_attention.config import KernelConfig, kernel_config
 from pallas_kernels.paged_attention.query_tiles import QueryTiles
 from pallas_kernels.paged_attention.softmax import MASKED, NO_PEAK
@@ -64,6 +64,7 @@ def paged_attention(
             max_context=block_tables.shape[1] * kv.shape[3],
             dtype=q.dtype,
             shared_bytes=max_shared_bytes(),
+            has_wgmma=is_hopper(),
         )
     if interpret is None:
         interpret = jax.default_backend() != "gpu"

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import importlib
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,17 @@ def test_mosaic_is_imported_before_a_program_that_may_have_one_of_its_kernels_is
     monkeypatch.setattr(importlib, "import_module", imported.append)
     assert run(make_store(tmp_path)) == expected
     assert imported == ([name] if has_mosaic else [])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("shape", ["8b_prefill_4x2048+0", "8b_mixed_512"])  # on Hopper, Mosaic's kernel and Triton's
+def test_another_process_runs_a_kept_program_without_compiling_it(tmp_path: Path, shape: str) -> None:
+    def run_process() -> list[str]:
+        command = [sys.executable, "-m", "tests.support.kept_program", str(tmp_path), shape]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+    assert run_process() == ["compiled", *run_process()]
 
 
 @pytest.mark.parametrize("change", ["source", "flags", "setting"])

@@ -113,6 +113,16 @@ def test_the_committed_table_holds_configurations_that_can_run_and_names_its_com
         assert pick_config(many) == KernelConfig(**table["configs"][key] | fields)
 
 
+@pytest.mark.parametrize("has_adapters", [True, False])
+def test_less_shared_memory_costs_stages_alone(has_adapters: bool) -> None:
+    """So that a row on the base model gets the same bits with and without adapters there, too."""
+    for problem in all_problems():
+        ours = pick_config(problem, has_adapters=has_adapters)
+        less = pick_config(problem, has_adapters=has_adapters, shared_bytes=99 * 1024)
+        assert 2 <= less.num_stages <= ours.num_stages
+        assert dataclasses.replace(less, num_stages=ours.num_stages) == ours
+
+
 def test_decode_of_the_8b_shape_is_measured() -> None:
     table = json.loads(resources.files("pallas_kernels.lora_linear").joinpath("h200.json").read_text())
     model = named_shapes()["llama-3-8b"]

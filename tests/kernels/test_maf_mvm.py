@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gpu import MAX_SHARED_BYTES
+from pallas_kernels.gpu import HOPPER_SHARED_BYTES
 from pallas_kernels.maf_mvm import Implementation, maf_mvm, maf_swiglu, pallas_triton, swiglu
 from pallas_kernels.maf_mvm.checks import dynamic_validate
 from pallas_kernels.maf_mvm.config import pick_config
@@ -278,7 +278,7 @@ def test_block_sizes_divide_their_problem_and_fit_into_shared_memory(num_tiles: 
                 assert len(widths) % config.shrink_group == 0
                 assert all(width % config.expand_columns == 0 for width in widths)
                 rows = 64 + config.shrink_group * config.shrink_rows
-                assert rows * step * dtype_bytes * config.shrink_stages <= MAX_SHARED_BYTES
+                assert rows * step * dtype_bytes * config.shrink_stages <= HOPPER_SHARED_BYTES
 
 
 def test_none_picks_an_implementation_that_matches_the_reference(rng: np.random.Generator) -> None:

@@ -1,6 +1,7 @@
 """Query tiles of a flat batch, and the sizes chosen from shapes alone."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,14 +70,20 @@ def test_few_tiles_over_a_long_context_are_split_and_many_are_not():
 def test_a_gpu_with_less_shared_memory_gets_smaller_chunks_until_nothing_fits():
     sizes = {"num_tiles": 64, "num_kv_heads": 8, "head_dim": 128, "max_context": 2048, "dtype": jnp.bfloat16}
 
-    def picked(q_per_kv: int, shared_kib: int) -> tuple[int, int]:
-        config = kernel_config(tile_size=64, q_per_kv=q_per_kv, shared_bytes=shared_kib * 1024, **sizes)
+    def picked(q_per_kv: int, shared_kib: int, **changes: Any) -> tuple[int, int]:
+        memory = {"shared_bytes": shared_kib * 1024, "has_wgmma": shared_kib == 227}
+        config = kernel_config(tile_size=64, q_per_kv=q_per_kv, **(sizes | memory | changes))
         return config.chunk_tokens, config.num_stages
 
     assert (picked(4, 227), picked(4, 163), picked(4, 99)) == ((64, 3), (64, 3), (32, 2))
+    assert picked(4, 99, head_dim=80) == picked(4, 99)  # the kernel's lanes are a power of two
     assert picked(8, 227) == (64, 3)
-    with pytest.raises(NotImplementedError, match="512 query rows of 128 need more than the 101376 bytes"):
-        picked(8, 99)
+    for q_per_kv, shared_kib, changes in ((8, 99, {}), (16, 227, {}), (4, 99, {"dtype": jnp.float32})):
+        rows = 64 * q_per_kv
+        with pytest.raises(
+            NotImplementedError, match=f"{rows} query rows of 128 need more than the {shared_kib << 10}"
+        ):
+            picked(q_per_kv, shared_kib, **changes)
 
 
 def test_sizes_that_make_no_sense_are_refused():

@@ -1,4 +1,4 @@
-"""Compiles JAX programs, Pallas kernels included, to H200 machine code on a machine without a GPU.
+"""Compiles JAX programs, Pallas kernels included, to machine code of an H200 or an L40 on a machine without a GPU.
 
     @pytest.fixture(scope="module")
     def h200() -> Iterator[H200]:
@@ -121,7 +121,7 @@ def l40_target() -> Iterator[H200]:
         config = config.replace(ours, theirs)
     device = types.SimpleNamespace(compute_capability=info.arch_name)
     with _target(config, info) as target, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda: [device])
+        patch.setattr(jax, "devices", lambda *_: [device])
         yield target
 
 
@@ -155,7 +155,7 @@ def _topology(config: str) -> topologies.TopologyDescription:
     version = jax.__version__
     install = f"pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        raise RuntimeError(f"compiling for an H200 needs XLA's GPU compiler, which is not installed; run: {install}")
+        raise RuntimeError(f"compiling for a GPU needs XLA's GPU compiler, which is not installed; run: {install}")
     # The plugin looks for a driver and CUDA libraries when it loads, which a compile-only run has not.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -70,6 +71,12 @@ def compile_step(
     compiled = gpu.compile(step, weights, cache, ints(NUM_ROWS), tables, batch, donate_argnums=(1, 2))
     arrays = [*cache.layers, *(array for g in slots.groups.values() for array in (g.a, g.b))]
     return compiled, num_bytes(cache), min(map(num_bytes, arrays))
+
+
+def kernels_of(compiled: Any) -> set[str]:
+    """Names of the Triton kernels that a program launches."""
+    launches = [line for line in str(compiled.as_text()).splitlines() if " custom-call(" in line]
+    return {name for line in launches for name in re.findall(r'\bname = "(\w+)"', line)}
 
 
 def num_bytes(tree: Any) -> int:
