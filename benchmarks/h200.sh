@@ -4,7 +4,8 @@
 #   decode   time per token of the engine's loop, 8B and 1B shapes, and prefill: 3 minutes
 #   step     the step's program alone with each kernel's share: 2 minutes
 #   kernels  what adapters add to one launch, beside the paper's baselines, batch 1-64, rank 4-64: 10 minutes
-#   prefill  what adapters add to steps that read prompts, 512 and 8192 tokens, by block sizes: 2 minutes
+#   slots    the same for ranks 8 and 16 in slots of 8 and of 16 rank rows: 4 minutes
+#   prefill  what adapters add to steps that read prompts, 512, 2048 and 8192 tokens, by block sizes: 5 minutes
 #   attention  block sizes of the prefill kernels, Triton's and Mosaic's: a few minutes
 #   gated    gated decoding beside static mixes and baselines, 5 minutes; and eager PyTorch's loop over experts
 #   tiers    time to first token from disk, host and slots, decode steps while adapters stream in; starts: 3 minutes
@@ -36,9 +37,15 @@ for part in "$@"; do
     kernels)
       python3 -m pallas_kernels.maf_mvm.bench --site --implementation pallas_triton --batch 1 8 32 64 \
         --column maf_pallas_triton copy_sgmv naive bmm dense site_fused site_plain --out "$out/maf_mvm.json" ;;
+    slots)
+      work="--site --implementation pallas_triton --batch 1 8 32 64 --rank 8 16 --column site_fused site_plain"
+      # shellcheck disable=SC2086
+      python3 -m pallas_kernels.maf_mvm.bench $work --slot-rank 8 --out "$out/maf_mvm-slots-of-8.json" &&
+        python3 -m pallas_kernels.maf_mvm.bench $work --slot-rank 16 --out "$out/maf_mvm-slots-of-16.json" ;;
     prefill)
       python3 -m pallas_kernels.maf_mvm.bench_prefill --num-tokens 512 --prompts 1 --decode-rows 30 \
         --out "$out/prefill-512.json" &&
+        python3 -m pallas_kernels.maf_mvm.bench_prefill --num-tokens 2048 --out "$out/prefill-2048.json" &&
         python3 -m pallas_kernels.maf_mvm.bench_prefill --num-tokens 8192 --out "$out/prefill-8192.json" ;;
     attention)
       python3 -m pallas_kernels.paged_attention.bench --sweep --out "$out/attention.json" \
@@ -68,7 +75,7 @@ for part in "$@"; do
     tune)
       python3 -m pallas_kernels.lora_linear.tune --shape llama-3-8b llama-3.2-1b --out "$out/h200.json" ;;
     *)
-      echo "$part is unknown; the parts are tests, decode, step, kernels, prefill, attention, gated, tiers, load, rates, sweep, soak and tune" >&2
+      echo "$part is unknown; the parts are tests, decode, step, kernels, slots, prefill, attention, gated, tiers, load, rates, sweep, soak and tune" >&2
       false ;;
   esac || status=1
 done
