@@ -51,7 +51,8 @@ def paged_attention(
       [num_tokens, num_q_heads, head_dim] in the dtype of `q`.
 
     Raises:
-      NotImplementedError: If the dtype is neither bfloat16 nor float32, or block_size is no power of two.
+      NotImplementedError: If the dtype is neither bfloat16 nor float32, block_size is no power of two, or a tile of
+        queries does not fit into the GPU's shared memory.
     """
     _check_supported(q, kv)
     if config is None:
