@@ -41,11 +41,11 @@ def unchecked_annotations() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests that compile for an H200 where XLA's GPU compiler is not installed."""
+    """Skips the tests that compile for an H200 or an L40 where XLA's GPU compiler is not installed."""
     if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13"):
         return
     version = jax.__version__
     reason = f"needs pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
     for item in items:
-        if "h200" in getattr(item, "fixturenames", ()):
+        if not {"h200", "l40"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.skip(reason=reason))
