@@ -270,7 +270,13 @@ def _quit(signal_number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> NoReturn:
+    _handle_signals(_leave)  # `uv run`, for one, passes on a Ctrl-C that its child has had from the terminal
     raise KeyboardInterrupt
+
+
+def _leave(signal_number: int, frame: FrameType | None) -> NoReturn:
+    """While everything is closed, after the last request has ended."""
+    os._exit(0)
 
 
 def _refuse_contradictions(options: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from dymerge_jax import serve
 from dymerge_jax.config import named_config
 from dymerge_jax.serve import engine_config, main, make_parser, make_server_config, welcome
 from serving.config import EngineConfig
@@ -260,6 +261,23 @@ def test_a_signal_drains_and_ends(tiny: Path, signal_number: int) -> None:
 
 
 @pytest.mark.slow
+def test_an_interrupt_while_everything_is_closed_ends_the_process_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        serve._handle_signals(serve._interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(SystemExit) as end:
+            signal.raise_signal(signal.SIGTERM)
+        assert end.value.code == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     # An answer so long that it cannot end between the two interrupts.
     config = dataclasses.replace(named_config("tiny"), max_position=65_536)
