@@ -7,8 +7,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.gpu import HOPPER_SHARED_BYTES
 
 # A program of the shrink keeps this many bytes of x and A in shared memory; two or three programs then share an SM, and
-# every GPU has as much.
-# Where few programs have work, each may have an SM for itself.
+# every GPU has as much. Where few programs have work, each may have an SM for itself.
 _SHRINK_SHARED_BYTES = 96 * 1024
 _LONE_SHRINK_SHARED_BYTES = 2 * _SHRINK_SHARED_BYTES
 # Between 8, 32 and 128, at which sizes were measured (benchmarks/results/2026-11-30-maf-mvm-few-tiles.json).

@@ -13,7 +13,7 @@ from pallas_kernels.gpu import HOPPER_SHARED_BYTES
 # sums are grouped, so results do not change with the number of multiprocessors.
 _TARGET_PROGRAMS = 256
 _MAX_SPLITS = 32
-_MIN_DOT_SIZE = 16
+MIN_DOT_SIZE = 16  # Triton's matrix product takes no smaller side: rows and lanes are padded to it
 _LONG_PROMPT_TOKENS = 2048
 
 
@@ -150,7 +150,7 @@ def _shared_bytes(
     num_rows: int, head_dim: int, chunk_tokens: int, num_stages: int, *, is_float32: bool, has_wgmma: bool
 ) -> int:
     """What XLA asks for: queries, chunks of keys and values in flight, and weights unless products have registers."""
-    rows, lanes = (max(pl.next_power_of_2(n), _MIN_DOT_SIZE) for n in (num_rows, head_dim))
+    rows, lanes = (max(pl.next_power_of_2(n), MIN_DOT_SIZE) for n in (num_rows, head_dim))
     chunk = 2 * chunk_tokens * lanes  # keys and values
     if is_float32:
         return 4 * (rows * (lanes + chunk_tokens + 1) + (num_stages - 1) * chunk)

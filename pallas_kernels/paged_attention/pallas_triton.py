@@ -18,12 +18,9 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gpu import is_hopper, max_shared_bytes
-from pallas_kernels.paged_attention.config import KernelConfig, kernel_config
+from pallas_kernels.paged_attention.config import MIN_DOT_SIZE, KernelConfig, kernel_config
 from pallas_kernels.paged_attention.query_tiles import QueryTiles
 from pallas_kernels.paged_attention.softmax import MASKED, NO_PEAK
-
-# Triton's matrix product takes no side below 16.
-_MIN_DOT_SIZE = 16
 
 _WHOLE = pl.BlockSpec(memory_space=pl.ANY)
 
@@ -151,7 +148,7 @@ def _attend_kernel(
     head_dim = q_ref.shape[2]
     block_size = kv_ref.shape[3]
     chunk_tokens = config.chunk_tokens
-    num_rows = max(_MIN_DOT_SIZE, pl.next_power_of_2(tile_size * q_per_kv))
+    num_rows = max(MIN_DOT_SIZE, pl.next_power_of_2(tile_size * q_per_kv))
     precision = lax.Precision.HIGHEST if kv_ref.dtype == jnp.float32 else None
     scale = head_dim**-0.5 * math.log2(math.e)
     # The last tiles of a sequence have the most work: they go first, so that the chip runs out of work evenly.
@@ -293,7 +290,7 @@ def _merge_kernel(
 
 
 def _head_lanes(head_dim: int) -> Array:
-    return jnp.arange(max(_MIN_DOT_SIZE, pl.next_power_of_2(head_dim)), dtype=jnp.int32)
+    return jnp.arange(max(MIN_DOT_SIZE, pl.next_power_of_2(head_dim)), dtype=jnp.int32)
 
 
 def _mask_rows(is_row: Array, lanes: Array, head_dim: int) -> Array:
