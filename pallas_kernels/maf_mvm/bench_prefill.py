@@ -34,9 +34,9 @@ from pallas_kernels.maf_mvm.shapes import GROUPS, Group, named_shapes
 from pallas_kernels.segments import Segments, build_segments
 
 _NUM_SLOTS, _SLOT_RANK, _MIX_SIZE = 128, 8, 3
-_NUM_CALLS = 8  # in one program, each with a layer of its own
+NUM_CALLS = 8  # in one program, each with a layer of its own
 _TRACED_RUNS = 3
-_LARGEST_ERROR = 2e-2  # in bfloat16, relative to the norm
+LARGEST_ERROR = 2e-2  # in bfloat16, relative to the norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{options.num_tokens}; expected at least one prompt, of at least one token"
         )
     large = jnp.zeros(1 << (30 if jax.default_backend() == "gpu" else 20), jnp.bfloat16)
-    copy_s, *_ = _seconds(jax.jit(lambda x: [lax.optimization_barrier(x + 1)]), large, repeats=5)
+    copy_s, *_ = run_seconds(jax.jit(lambda x: [lax.optimization_barrier(x + 1)]), large, repeats=5)
     bytes_per_s = 4 * large.size / copy_s
     print(
         f"{jax.devices()[0].device_kind}, {options.shape}, bfloat16, {options.num_tokens} tokens of {options.prompts} "
@@ -98,9 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "timings": [dataclasses.asdict(timing) for timing in timings],
         }
         options.out.write_text(json.dumps(result, indent=1) + "\n")
-    wrong = [f"{t.group} {t.what}: {t.error:.1e}" for t in timings if not t.error <= _LARGEST_ERROR]
+    wrong = [f"{t.group} {t.what}: {t.error:.1e}" for t in timings if not t.error <= LARGEST_ERROR]
     if wrong:
-        print(f"differ from the reference by more than {_LARGEST_ERROR}: {', '.join(wrong)}", file=sys.stderr)
+        print(f"differ from the reference by more than {LARGEST_ERROR}: {', '.join(wrong)}", file=sys.stderr)
     return bool(wrong)
 
 
@@ -109,7 +109,7 @@ def measure(group: Group, options: argparse.Namespace, bytes_per_s: float) -> It
 
     The first call of a program copies the base, which is not donated: an eighth of it a call is not the kernel's.
     """
-    x, slots, segments, base = _inputs(group, options)
+    x, slots, segments, base = make_inputs(group, options)
     picked = pick_config(
         num_tiles=segments.num_tiles,
         tile_size=segments.tile_size,
@@ -122,14 +122,14 @@ def measure(group: Group, options: argparse.Namespace, bytes_per_s: float) -> It
         shared_bytes=max_shared_bytes(),
     )
     args = base, x, slots, segments
-    layers = [jnp.int32(i) for i in range(_NUM_CALLS)]
+    layers = [jnp.int32(i) for i in range(NUM_CALLS)]
     apply = functools.partial(reference.maf_mvm, x.astype(jnp.float32), slots, segments)
     expected = functools.reduce(apply, layers, base.astype(jnp.float32))
 
     def timed(what: str, call: Callable[..., list[Array]], right: Array, num_numbers: int) -> Timing:
         compiled = jax.jit(call).lower(*args).compile()
-        error = _error(compiled(*args)[-1], right)
-        median, p10, p90 = (s / _NUM_CALLS * 1e6 for s in _seconds(compiled, *args, repeats=options.repeats))
+        error = relative_error(compiled(*args)[-1], right)
+        median, p10, p90 = (s / NUM_CALLS * 1e6 for s in run_seconds(compiled, *args, repeats=options.repeats))
         bound = 2 * num_numbers / bytes_per_s * 1e6
         return Timing(group, what, median, p10, p90, bound, error, _kernels_us(compiled, *args))
 
@@ -159,7 +159,7 @@ def measure(group: Group, options: argparse.Namespace, bytes_per_s: float) -> It
 def swiglu_alone(base: Array, *_: Any) -> list[Array]:
     """As many kernels as calls: without the barrier, one would read the base once for all."""
     results = []
-    for _call in range(_NUM_CALLS):
+    for _call in range(NUM_CALLS):
         results.append(swiglu(base))
         base, results[-1] = lax.optimization_barrier((base, results[-1]))
     return results
@@ -187,7 +187,8 @@ def _configs(picked: KernelConfig, in_features: int) -> Iterator[tuple[str, Kern
                 yield f"{name} {value}", config
 
 
-def _inputs(group: Group, options: argparse.Namespace) -> tuple[Array, ProjectionSlots, Segments, Array]:
+def make_inputs(group: Group, options: argparse.Namespace) -> tuple[Array, ProjectionSlots, Segments, Array]:
+    """x, slots, segments and base of a step, for as many layers as a program has calls."""
     in_features, widths = named_shapes()[options.shape].group(group)
     rng = np.random.default_rng(0)
 
@@ -196,10 +197,10 @@ def _inputs(group: Group, options: argparse.Namespace) -> tuple[Array, Projectio
         return jnp.asarray(np.resize(rng.standard_normal(1_000_003, np.float32) * 0.02, shape), jnp.bfloat16)
 
     slots = ProjectionSlots(
-        a=normal(_NUM_CALLS, _NUM_SLOTS, len(widths) * _SLOT_RANK, in_features),
-        b=normal(_NUM_CALLS, _NUM_SLOTS, _SLOT_RANK, sum(widths)),
+        a=normal(NUM_CALLS, _NUM_SLOTS, len(widths) * _SLOT_RANK, in_features),
+        b=normal(NUM_CALLS, _NUM_SLOTS, _SLOT_RANK, sum(widths)),
         # What is added must be of the base's size, or the check would not see it.
-        scale=jnp.full((_NUM_CALLS, _NUM_SLOTS, len(widths)), 16 * 64 / in_features**0.5, jnp.float32),
+        scale=jnp.full((NUM_CALLS, _NUM_SLOTS, len(widths)), 16 * 64 / in_features**0.5, jnp.float32),
         widths=widths,
     )
     rows = np.arange(options.num_tokens)
@@ -214,12 +215,12 @@ def _inputs(group: Group, options: argparse.Namespace) -> tuple[Array, Projectio
     return normal(options.num_tokens, in_features), slots, segments, normal(options.num_tokens, sum(widths))
 
 
-def _error(actual: Array, right: Array) -> float:
+def relative_error(actual: Array, right: Array) -> float:
     """Of the difference, relative to the norm."""
     return float(jnp.linalg.norm(actual.astype(jnp.float32) - right) / jnp.linalg.norm(right))
 
 
-def _seconds(call: Callable[..., Any], *args: Any, repeats: int) -> tuple[float, float, float]:
+def run_seconds(call: Callable[..., Any], *args: Any, repeats: int) -> tuple[float, float, float]:
     """Median, p10 and p90 of a run, after one that is not counted."""
     jax.block_until_ready(call(*args))
     times = []

@@ -79,13 +79,13 @@ def _shrink_expand(
     interpret: bool,
 ) -> Float[Array, "num_tokens width"]:
     with jax.named_scope("shrink"):
-        v = _shrink(x, slots, segments, layer, config=config, interpret=interpret)
+        v = shrink(x, slots, segments, layer, config=config, interpret=interpret)
     with jax.named_scope("expand"):
         expand = _expand_swiglu if ends_in_swiglu else _expand
         return expand(v, slots, segments, base, layer, out_dtype=x.dtype, config=config, interpret=interpret)
 
 
-def _shrink(
+def shrink(
     x: Float[Array, "num_tokens in_features"],
     slots: ProjectionSlots,
     segments: Segments,
@@ -93,7 +93,20 @@ def _shrink(
     *,
     config: KernelConfig,
     interpret: bool,
+    written_rows: int = 1,
 ) -> Float[Array, "splits padded_tokens packed_rows"]:
+    """weight * scale * (x A^T) of every pair, in partial sums: the first of the two kernels.
+
+    Args:
+      x, slots, segments, layer: see `pallas_kernels.maf_mvm.maf_mvm`.
+      config: block sizes.
+      interpret: run the kernel's operations one by one.
+      written_rows: write whole multiples of so many rank rows, zeros past a tile's last segment.
+
+    Returns:
+      [splits, num_tiles * tile_size, num_projections * padded_rows] in the dtype of x, rank rows of a tile in the order
+      of its segments. Past the last block of them, and `written_rows`, nothing is written.
+    """
     in_features = x.shape[1]
     padded_rows = config.padded_rows(slots.num_slots * slots.slot_rank)
     padded_tokens = segments.num_tiles * segments.tile_size
@@ -105,6 +118,7 @@ def _shrink(
         num_projections=slots.num_projections,
         slot_rank=slots.slot_rank,
         padded_rows=padded_rows,
+        written_rows=written_rows,
     )
     num_groups = slots.num_projections // config.shrink_group
     return pl.pallas_call(
@@ -146,12 +160,14 @@ def _shrink_kernel(
     num_projections: int,
     slot_rank: int,
     padded_rows: int,
+    written_rows: int,
 ) -> None:
     tile, split = pl.program_id(0), pl.program_id(2)
     group = lax.div(pl.program_id(1), config.shrink_programs)
     first_block = lax.rem(pl.program_id(1), config.shrink_programs)
     projections = [group * config.shrink_group + i for i in range(config.shrink_group)]
     num_rows = num_segments_ref[tile] * slot_rank
+    num_written = pl.cdiv(num_rows, written_rows) * written_rows
     num_tokens, in_features = x_ref.shape
     layer = layer_ref[0]
     padded_tokens = tile * tile_size + _iota(tile_size)
@@ -197,10 +213,10 @@ def _shrink_kernel(
             # Dead rows are written too: a store with a mask along the rows would not be vectorized.
             plt.store(v_ref.at[split, padded_tokens[:, None], (projection * padded_rows + rows)[None, :]], v)
 
-    if config.shrink_programs * config.shrink_rows >= num_slots * slot_rank:
-        pl.when(first_block * config.shrink_rows < num_rows)(lambda: shrink_block(first_block))
+    if config.shrink_programs * config.shrink_rows >= padded_rows:
+        pl.when(first_block * config.shrink_rows < num_written)(lambda: shrink_block(first_block))
     else:
-        num_blocks = pl.cdiv(num_rows, config.shrink_rows)
+        num_blocks = pl.cdiv(num_written, config.shrink_rows)
         passes = pl.cdiv(jnp.maximum(num_blocks - first_block, 0), config.shrink_programs)
         lax.fori_loop(0, passes, lambda i, _: shrink_block(first_block + i * config.shrink_programs), None)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.lora_linear import new_arrivals, pallas_mosaic
+from pallas_kernels.lora_linear import lora_swiglu, new_arrivals, pallas_mosaic
 from pallas_kernels.lora_linear.mosaic_config import MosaicConfig, MosaicProblem, pick_config
 from pallas_kernels.maf_mvm import ProjectionSlots, token_tile_size
 from pallas_kernels.maf_mvm.shapes import GROUPS, Group, named_shapes
@@ -127,3 +127,59 @@ def test_every_slot_array_compiles(h200: H200, num_slots: int, slot_rank: int) -
 def test_block_sizes_of_a_sweep_compile(h200: H200, depth: int, shrink_splits: int, columns: int) -> None:
     config = MosaicConfig(columns, depth, 3, 2, shrink_splits, 64, 3)
     assert len(launches_of(compile_group(h200, "o", structs("llama-3-8b", "o", 32), config))) == 2
+
+
+# Prefill
+
+
+def compile_prefill(h200: H200, case: LinearCase) -> jax.stages.Compiled:
+    """What a GPU picks."""
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+
+    def call(case: LinearCase, layer: jax.Array) -> jax.Array:
+        return lora_swiglu(case.x, case.w, case.slots, case.segments, case.arrivals, layer=layer, site=0)[0]
+
+    return h200.compile(call, case, scalar)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_tokens", "slot_rank"),
+    [
+        ("llama-3-8b", 8192, 8),
+        *(
+            pytest.param(model, num_tokens, slot_rank, marks=pytest.mark.slow)
+            for model, num_tokens, slot_rank in [
+                ("llama-3-8b", 2048, 64),
+                ("llama-3.2-3b", 4096, 16),
+                ("llama-3.2-1b", 2048, 32),
+            ]
+        ),
+    ],
+)
+def test_a_long_prefill_is_a_shrink_and_one_launch_that_copies_nothing(
+    h200: H200, model: str, num_tokens: int, slot_rank: int
+) -> None:
+    case = structs(model, "gate_up", num_tokens, slot_rank=slot_rank)
+    compiled = compile_prefill(h200, case)
+    shrink, rest = launches_of(compiled)
+    assert "/maf_mvm_shrink/" in shrink
+    assert "/lora_swiglu_prefill/" in rest
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes <= num_tokens * 2 * 128 * slot_rank * 2  # v alone
+
+
+def test_a_long_prefill_without_adapters_is_one_launch_without_scratch(h200: H200) -> None:
+    compiled = compile_prefill(h200, structs("llama-3-8b", "gate_up", 8192, has_segments=False))
+    [launch] = launches_of(compiled)
+    assert "/lora_swiglu_prefill/" in launch
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 1 << 12
+
+
+@pytest.mark.parametrize(("model", "num_tokens", "slot_rank"), [("llama-3-8b", 512, 8), ("llama-3-8b", 2048, 4)])
+def test_other_prefills_take_the_librarys_gemm(h200: H200, model: str, num_tokens: int, slot_rank: int) -> None:
+    launches = "".join(launches_of(compile_prefill(h200, structs(model, "gate_up", num_tokens, slot_rank=slot_rank))))
+    assert "lora_swiglu_prefill" not in launches
+    assert "/maf_mvm_expand_swiglu/" in launches

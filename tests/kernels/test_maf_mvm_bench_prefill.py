@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is dep
 
 @pytest.mark.slow
 def test_all_block_sizes_are_timed_and_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_prefill, "_NUM_CALLS", 2)
+    monkeypatch.setattr(bench_prefill, "NUM_CALLS", 2)
     out = tmp_path / "prefill.json"
     assert bench_prefill.main([*ARGUMENTS, "--out", str(out)]) == 0
     timings = json.loads(out.read_text())["timings"]
