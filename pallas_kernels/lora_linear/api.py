@@ -132,10 +132,10 @@ def _run(
 
 def _pallas_mosaic(op: Literal["lora_linear", "lora_swiglu"], x: Array, *args: Any) -> Array:
     # Their backend takes most of a second to import.
-    if op == "lora_swiglu" and x.shape[0] > MAX_TOKENS:
+    if x.shape[0] > MAX_TOKENS:
         from pallas_kernels.lora_linear import pallas_mosaic_prefill
 
-        return pallas_mosaic_prefill.lora_swiglu(x, *args)
+        return getattr(pallas_mosaic_prefill, op)(x, *args)
     from pallas_kernels.lora_linear import pallas_mosaic
 
     return getattr(pallas_mosaic, op)(x, *args)

@@ -1,4 +1,4 @@
-"""The bench of lora_swiglu in prefills runs from its command line, and says which results are wrong."""
+"""The bench of linear layers in prefills runs from its command line, and says which results are wrong."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,20 @@ import pytest
 from pallas_kernels.lora_linear import bench_prefill, separate
 from pallas_kernels.maf_mvm import bench_prefill as maf_bench_prefill
 
-ARGUMENTS = ["--shape", "tiny", "--prompts", "2", "--decode-rows", "3", "--runs", "1", "--turns", "2"]
+ARGUMENTS = [
+    "--shape",
+    "tiny",
+    "--group",
+    "gate_up",
+    "--prompts",
+    "2",
+    "--decode-rows",
+    "3",
+    "--runs",
+    "1",
+    "--turns",
+    "2",
+]
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,12 +1,13 @@
 """The Mosaic kernels of lora_linear become H200 machine code, two launches a call, on a machine without a GPU."""
 
+import functools
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.lora_linear import lora_swiglu, new_arrivals, pallas_mosaic
+from pallas_kernels.lora_linear import Implementation, lora_linear, lora_swiglu, new_arrivals, pallas_mosaic
 from pallas_kernels.lora_linear.mosaic_config import MosaicConfig, MosaicProblem, pick_config
 from pallas_kernels.maf_mvm import ProjectionSlots, token_tile_size
 from pallas_kernels.maf_mvm.shapes import GROUPS, Group, named_shapes
@@ -132,12 +133,15 @@ def test_block_sizes_of_a_sweep_compile(h200: H200, depth: int, shrink_splits: i
 # Prefill
 
 
-def compile_prefill(h200: H200, case: LinearCase) -> jax.stages.Compiled:
-    """What a GPU picks."""
+def compile_prefill(
+    h200: H200, case: LinearCase, group: Group = "gate_up", implementation: Implementation | None = None
+) -> jax.stages.Compiled:
+    """What a GPU picks, or a named implementation."""
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    op = functools.partial(lora_swiglu if group == "gate_up" else lora_linear, site=0, implementation=implementation)
 
     def call(case: LinearCase, layer: jax.Array) -> jax.Array:
-        return lora_swiglu(case.x, case.w, case.slots, case.segments, case.arrivals, layer=layer, site=0)[0]
+        return op(case.x, case.w, case.slots, case.segments, case.arrivals, layer=layer)[0]
 
     return h200.compile(call, case, scalar)
 
@@ -167,6 +171,17 @@ def test_a_long_prefill_is_a_shrink_and_one_launch_that_copies_nothing(
     memory = compiled.memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes <= num_tokens * 2 * 128 * slot_rank * 2  # v alone
+
+
+@pytest.mark.parametrize("num_tokens", [512, pytest.param(8192, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("group", ["qkv", *(pytest.param(g, marks=pytest.mark.slow) for g in ("o", "down"))])
+def test_other_projections_of_a_prefill_are_a_shrink_and_one_launch_by_name(
+    h200: H200, group: Group, num_tokens: int
+) -> None:
+    compiled = compile_prefill(h200, structs("llama-3-8b", group, num_tokens), group, "pallas_mosaic")
+    shrink, rest = launches_of(compiled)
+    assert "/maf_mvm_shrink/" in shrink
+    assert "/lora_linear_prefill/" in rest
 
 
 def test_a_long_prefill_without_adapters_is_one_launch_without_scratch(h200: H200) -> None:
