@@ -5,8 +5,8 @@
 #   step     the step's program alone with each kernel's share: 2 minutes
 #   kernels  what adapters add to one launch, beside the paper's baselines, batch 1-64, rank 4-64: 10 minutes
 #   slots    the same for ranks 8 and 16 in slots of 8 and of 16 rank rows: 4 minutes
-#   prefill  what adapters add to steps that read prompts, 512, 2048 and 8192 tokens, by block sizes; gate and up as one
-#            kernel beside GEMM, maf_mvm and SwiGLU: 6 minutes
+#   prefill  what adapters add to steps that read prompts, 512, 2048 and 8192 tokens, by block sizes; linear layers by
+#            the library's GEMM and maf_mvm, and by the Mosaic kernel: 8 minutes
 #   attention  block sizes of the prefill kernels, Triton's and Mosaic's: a few minutes
 #   gated    gated decoding beside static mixes and baselines, 5 minutes; and eager PyTorch's loop over experts
 #   tiers    time to first token from disk, host and slots, decode steps while adapters stream in; starts: 3 minutes
@@ -48,7 +48,9 @@ for part in "$@"; do
         --out "$out/prefill-512.json" &&
         python3 -m pallas_kernels.maf_mvm.bench_prefill --num-tokens 2048 --out "$out/prefill-2048.json" &&
         python3 -m pallas_kernels.maf_mvm.bench_prefill --num-tokens 8192 --out "$out/prefill-8192.json" &&
-        python3 -m pallas_kernels.lora_linear.bench_prefill --num-tokens 8192 2048 1024 --out "$out/swiglu.json" ;;
+        python3 -m pallas_kernels.lora_linear.bench_prefill --num-tokens 8192 2048 --out "$out/linear.json" &&
+        python3 -m pallas_kernels.lora_linear.bench_prefill --num-tokens 512 --prompts 1 --decode-rows 30 \
+          --out "$out/linear-512.json" ;;
     attention)
       python3 -m pallas_kernels.paged_attention.bench --sweep --out "$out/attention.json" \
         --shapes 8b_prefill_4x2048+0 8b_prefill_4x2048+0_blocks_of_128 8b_prefill_16x512+0 8b_prefill_2048+2048 ;;

@@ -3,6 +3,7 @@
 import jax
 
 _HOPPER = "9.0"
+_H200_MULTIPROCESSORS = 132
 # Of one block, or CTA, by compute capability (CUDA C++ Programming Guide, technical specifications).
 HOPPER_SHARED_BYTES = 227 * 1024
 _SHARED_BYTES = {
@@ -18,6 +19,12 @@ _OTHER_SHARED_BYTES = 99 * 1024  # 8.6, 8.9, 12.0
 def max_shared_bytes() -> int:
     """Shared memory that one block may have; on a CPU, that of Hopper."""
     return _SHARED_BYTES.get(_compute_capability(), _OTHER_SHARED_BYTES)
+
+
+def num_multiprocessors() -> int:
+    """Of the GPU; on a CPU, those of an H200."""
+    device = jax.devices()[0]
+    return getattr(device, "core_count", _H200_MULTIPROCESSORS) if device.platform == "gpu" else _H200_MULTIPROCESSORS
 
 
 def is_hopper() -> bool:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.lora_linear import lora_linear, lora_swiglu, new_arrivals, reference
+from pallas_kernels.lora_linear.pallas_mosaic_prefill import TILE_TOKENS
 from pallas_kernels.maf_mvm import ProjectionSlots
 from pallas_kernels.maf_mvm.bench_prefill import LARGEST_ERROR, NUM_CALLS, make_inputs, relative_error, run_seconds
 from pallas_kernels.maf_mvm.shapes import GROUPS, Group, named_shapes
@@ -59,7 +60,14 @@ class Timing:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit status is 1 if a result was wrong."""
-    options = make_parser().parse_args(argv)
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    for num_tokens in options.num_tokens:
+        if num_tokens % TILE_TOKENS or not 1 <= options.prompts <= num_tokens - options.decode_rows:
+            parser.error(
+                f"--num-tokens {num_tokens} with --decode-rows {options.decode_rows} and --prompts {options.prompts}: "
+                f"expected a multiple of {TILE_TOKENS}, and at least one prompt, of at least one token"
+            )
     print(
         f"{jax.devices()[0].device_kind}, {options.shape}, bfloat16, {options.prompts} prompts, {options.decode_rows} "
         f"decode rows; us a call, median (min to max) of {options.turns} turns of {options.runs} runs of {NUM_CALLS}"

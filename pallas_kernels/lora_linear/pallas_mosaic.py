@@ -36,6 +36,7 @@ from pallas_kernels.lora_linear.mosaic_config import (
     pick_config,
 )
 from pallas_kernels.maf_mvm.slots import ProjectionSlots
+from pallas_kernels.pallas_mosaic import TILE_ROWS, interpret_args
 from pallas_kernels.segments import Segments
 
 # Weights of a slot come as a TMA box of 8 slots' columns, of which one counts: 8 is the least that wgmma's register
@@ -43,7 +44,6 @@ from pallas_kernels.segments import Segments
 # coordinate is no multiple of 16 bytes.
 _WEIGHT_COLUMNS = 8
 _TMA_STRIDE_BYTES = 16
-_TILE_ROWS = 8
 
 
 def lora_linear(
@@ -109,9 +109,9 @@ def _lora_linear(
 
 def _padded(x: Float[Array, "num_tokens in_features"]) -> Float[Array, "padded in_features"]:
     """Whole groups of 8 rows, as TMA's tiles want them where there is more than one: a copy for such counts alone."""
-    if x.shape[0] <= _TILE_ROWS:
+    if x.shape[0] <= TILE_ROWS:
         return x
-    return jnp.pad(x, ((0, -x.shape[0] % _TILE_ROWS), (0, 0)))
+    return jnp.pad(x, ((0, -x.shape[0] % TILE_ROWS), (0, 0)))
 
 
 def _check_supported(x: Array, slots: ProjectionSlots, segments: Segments | None) -> None:
@@ -151,7 +151,7 @@ def _launch_shrink(
         grid=(slots.num_projections * num_blocks, config.shrink_splits),
         grid_names=("block", "share"),
         kernel_name="lora_shrink",
-        **_interpret_args(interpret),
+        **interpret_args(interpret),
     )
     operands = (layer[None], segments.slot_ids, segments.num_segments, _aligned(segments.weights), slots.scale)
     return call(*operands, x, slots.a.reshape(-1, x.shape[1]))
@@ -187,13 +187,9 @@ def _launch_site(
         grid=(config.splits, out_features // config.columns),
         grid_names=("split", "block"),
         kernel_name=name.replace("linear", "swiglu") if is_swiglu else name,
-        **_interpret_args(interpret),
+        **interpret_args(interpret),
     )
     return call(*operands)
-
-
-def _interpret_args(interpret: bool) -> dict[str, Any]:
-    return {"interpret": plgpu.InterpretGPUParams()} if interpret else {}
 
 
 def _aligned(weights: Float[Array, "num_tokens num_gates num_slots"]) -> Float[Array, "num_tokens num_gates padded"]:

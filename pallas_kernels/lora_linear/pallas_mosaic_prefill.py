@@ -20,25 +20,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gpu import check_hopper
+from pallas_kernels.gpu import check_hopper, num_multiprocessors
 from pallas_kernels.lora_linear import separate
 from pallas_kernels.maf_mvm import ProjectionSlots
 from pallas_kernels.maf_mvm import pallas_triton as maf_pallas_triton
 from pallas_kernels.maf_mvm.config import pick_config
+from pallas_kernels.pallas_mosaic import interpret_args, swizzled
 from pallas_kernels.segments import Segments
 
 TILE_TOKENS, BLOCK_COLUMNS = 128, 128
 _ROWS = 64  # tokens of a warpgroup: of one wgmma, and of a tile of the segments
 _DEPTH = 64  # input features, or rank rows, of one step
 _RING_BYTES = 192 * 1024  # steps in flight or in use; with the results 224 of 227 KiB
-_NUM_SMS = 132  # of an H200; on another GPU some CTAs wait for others
 # Tiles of neighbouring CTAs are 16 high: 132 of them then read about as many bytes of x as of weights.
 _GROUP_TILES = 16
 _FETCHER = 2  # index of the warpgroup that fetches
 # Registers of a thread: 24 + 2 * 240 are three times the 168 with which each starts.
 _FETCH_REGISTERS, _COMPUTE_REGISTERS = 24, 240
-_TILE_ROWS = 8
-_SWIZZLE_BYTES = 128
 _LOG2_E = 1.4426950408889634
 
 
@@ -138,14 +136,14 @@ def _launch(
     call = plgpu.kernel(
         functools.partial(kernel, tiles=tiles),
         out_type=jax.ShapeDtypeStruct((num_tokens, w.shape[1] // (2 if is_swiglu else 1)), x.dtype),
-        grid=(min(tiles.count, _NUM_SMS),),
+        grid=(min(tiles.count, num_multiprocessors()),),
         grid_names=("cta",),
         num_threads=_FETCHER + 1,
         thread_name="warpgroup",
         kernel_name="lora_swiglu_prefill" if is_swiglu else "lora_linear_prefill",
         # Lanes, as in JAX 0.11 the other semantics store results of wgmma to swizzled memory alone.
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        **_interpret_args(interpret),
+        **interpret_args(interpret),
     )
     return call(*operands)
 
@@ -160,7 +158,7 @@ def _shrink(
 ) -> Float[Array, "splits num_tokens packed_rows"]:
     """v in partial sums, whole steps of rank rows of each projection: where a step has a segment, all are written."""
     config = pick_config(
-        num_tiles=max(segments.num_tiles, 2),  # one is decoding's
+        num_tiles=segments.num_tiles,
         tile_size=segments.tile_size,
         num_slots=slots.num_slots,
         slot_rank=slots.slot_rank,
@@ -197,7 +195,7 @@ class _Tiles:
     def of(cls, num_tokens: int, in_features: int, widths: tuple[int, ...], *, is_swiglu: bool) -> "_Tiles":
         """The tiles of a problem: of two blocks, which read fewer bytes, unless the chip does less in as many turns."""
         rows, blocks = num_tokens // TILE_TOKENS, sum(widths) // BLOCK_COLUMNS
-        turns = {n: n * -(-rows * blocks // n // _NUM_SMS) for n in (2, 1) if blocks % n == 0}
+        turns = {n: n * -(-rows * blocks // n // num_multiprocessors()) for n in (2, 1) if blocks % n == 0}
         num_blocks = 2 if is_swiglu else min(turns, key=lambda n: turns[n])
         return cls(rows, blocks // num_blocks, in_features // _DEPTH, widths, num_blocks, is_swiglu)
 
@@ -334,9 +332,9 @@ def _kernel(
     copies = 1 if tail is None else tiles.num_blocks * tail.copies
     pl.run_scoped(
         run,
-        _swizzled((num_buffers, TILE_TOKENS, _DEPTH), dtype),
-        [_swizzled((num_buffers, _DEPTH, BLOCK_COLUMNS), dtype)] * tiles.num_blocks,
-        _swizzled((_FETCHER, _ROWS, BLOCK_COLUMNS), dtype),
+        swizzled((num_buffers, TILE_TOKENS, _DEPTH), dtype),
+        [swizzled((num_buffers, _DEPTH, BLOCK_COLUMNS), dtype)] * tiles.num_blocks,
+        swizzled((_FETCHER, _ROWS, BLOCK_COLUMNS), dtype),
         plgpu.Barrier(num_arrivals=1 + tiles.num_blocks, num_barriers=num_buffers),
         plgpu.Barrier(num_arrivals=copies, num_barriers=num_buffers),
         plgpu.Barrier(num_arrivals=_FETCHER, num_barriers=num_buffers),
@@ -477,17 +475,3 @@ def _silu_product(gate: Array, up: Array, dtype: jnp.dtype) -> Array:
     gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
     root = lax.rsqrt(1 + jnp.exp2(gate * -_LOG2_E))
     return (gate * (root * root) * up).astype(dtype)
-
-
-def _interpret_args(interpret: bool) -> dict[str, Any]:
-    return {"interpret": plgpu.InterpretGPUParams()} if interpret else {}
-
-
-def _swizzled(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Memory whose last two axes lie in the tiles that wgmma reads."""
-    columns = _SWIZZLE_BYTES // dtype.itemsize
-    transforms: Any = (
-        plgpu.TilingTransform((_TILE_ROWS, columns)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(_SWIZZLE_BYTES),  # pyright: ignore[reportAbstractUsage]
-    )
-    return plgpu.SMEM(shape, dtype, transforms=transforms)

@@ -25,15 +25,14 @@ from pallas_kernels.gpu import check_hopper
 from pallas_kernels.paged_attention.config import MOSAIC_TILE_SIZE, MosaicConfig
 from pallas_kernels.paged_attention.query_tiles import QueryTiles
 from pallas_kernels.paged_attention.softmax import MASKED, NO_PEAK
+from pallas_kernels.pallas_mosaic import TILE_ROWS, interpret_args, swizzled
 
 _TILE_SIZE = MOSAIC_TILE_SIZE
 _HEADS_PER_CTA = 2
 _FETCHER = _HEADS_PER_CTA  # index of the warpgroup that fetches
-_TILE_ROWS = 8
 # Registers of a thread: 56 + 2 * 224 are three times the 168 with which each starts. With a larger sum, the warpgroups
 # that compute would wait forever.
 _FETCH_REGISTERS, _COMPUTE_REGISTERS = 56, 224
-_SWIZZLE_BYTES = 128
 
 
 def paged_attention(
@@ -79,9 +78,9 @@ def _check_supported(q: Array, kv: Array, tiles: QueryTiles, config: MosaicConfi
             f"pallas_mosaic needs head_dim 64 or 128 and an even number of query heads to a KV head, got {head_dim} "
             f"and {num_q_heads // num_kv_heads}; use 'pallas_triton'"
         )
-    if config.chunk_tokens % block_size or block_size % _TILE_ROWS:
+    if config.chunk_tokens % block_size or block_size % TILE_ROWS:
         raise NotImplementedError(
-            f"pallas_mosaic needs a block_size that divides {config.chunk_tokens} and is a multiple of {_TILE_ROWS}, "
+            f"pallas_mosaic needs a block_size that divides {config.chunk_tokens} and is a multiple of {TILE_ROWS}, "
             f"got {block_size}; use 'pallas_triton'"
         )
     config.check_fits(head_dim)
@@ -118,7 +117,7 @@ def _paged_attention(
         kernel_name="paged_attention",
         # Lanes, as in JAX 0.11 the other semantics store results of wgmma to swizzled memory alone.
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        **_interpret_args(interpret),
+        **interpret_args(interpret),
     )
     # The output takes q's buffer (a CTA overwrites exactly the rows that it alone uses): rows outside the tiles stay
     # finite without a memset.
@@ -244,12 +243,12 @@ def _kernel(
     @pl.when(tile.length > 0)
     def _live() -> None:
         dtype = kv_ref.dtype
-        ring = _swizzled((config.num_buffers, config.chunk_tokens, head_dim), dtype)
+        ring = swizzled((config.num_buffers, config.chunk_tokens, head_dim), dtype)
         ready = plgpu.Barrier(num_arrivals=tile.blocks_per_chunk, num_barriers=config.num_buffers)
         free = plgpu.Barrier(num_arrivals=_HEADS_PER_CTA, num_barriers=config.num_buffers)
         pl.run_scoped(
             run,
-            _swizzled((_HEADS_PER_CTA, _TILE_SIZE, head_dim), dtype),
+            swizzled((_HEADS_PER_CTA, _TILE_SIZE, head_dim), dtype),
             ring,
             ring,
             plgpu.SMEM((_HEADS_PER_CTA, _TILE_SIZE, head_dim), dtype),
@@ -411,16 +410,6 @@ def _meet(barrier: Any) -> None:
     plgpu.barrier_wait(barrier)
 
 
-def _swizzled(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Memory whose last two axes lie in the tiles that wgmma reads."""
-    columns = _SWIZZLE_BYTES // dtype.itemsize
-    transforms: Any = (
-        plgpu.TilingTransform((_TILE_ROWS, columns)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(_SWIZZLE_BYTES),  # pyright: ignore[reportAbstractUsage]
-    )
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
 def _store_unswizzled(ref: Any, values: Array) -> None:
     """A store with bank conflicts: JAX 0.11 makes one unasked, 0.12 wants to be asked."""
     store = getattr(plgpu, "store", None)
@@ -428,10 +417,6 @@ def _store_unswizzled(ref: Any, values: Array) -> None:
         ref[...] = values
     else:
         store(ref, values, optimized=False)
-
-
-def _interpret_args(interpret: bool) -> dict[str, Any]:
-    return {"interpret": plgpu.InterpretGPUParams()} if interpret else {}
 
 
 def _iota(shape: tuple[int, ...], axis: int) -> Int[Array, "rows columns"]:

@@ -59,3 +59,10 @@ def test_a_wrong_result_ends_with_an_error(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(separate, "lora_swiglu", wrong)
     assert bench_prefill.main([*ARGUMENTS, "--num-tokens", "128"]) == 1
     assert "implementation='separate'" in capsys.readouterr().err
+
+
+def test_steps_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--num-tokens", "100"], ["--num-tokens", "128", "--decode-rows", "127"], ["--prompts", "0"]):
+        with pytest.raises(SystemExit):
+            bench_prefill.main([*ARGUMENTS, *flags])
+        assert "expected a multiple of 128, and at least one prompt" in capsys.readouterr().err

@@ -184,7 +184,7 @@ def test_the_interpreter_finds_no_race_in_shared_memory(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(pallas_mosaic, "_interpret_args", lambda _: {"interpret": params})
+    monkeypatch.setattr(pallas_mosaic, "interpret_args", lambda _: {"interpret": params})
     launches: tuple[Any, ...] = (pallas_mosaic._launch_shrink, pallas_mosaic._launch_site)
     for launch in launches:
         launch.clear_cache()

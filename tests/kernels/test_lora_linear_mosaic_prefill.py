@@ -4,6 +4,7 @@ Slots that no segment uses hold NaN, and the interpreter's memory does until it 
 """
 
 import dataclasses
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,13 @@ pytestmark = [
 ]
 
 
-_launch: Any = pallas_mosaic_prefill._launch
+@pytest.fixture
+def retraced() -> Iterator[None]:
+    """The kernel is traced anew with what a test patches, and without it for the tests after."""
+    launch: Any = pallas_mosaic_prefill._launch
+    launch.clear_cache()
+    yield
+    launch.clear_cache()
 
 
 def slow(*values: Any) -> list[Any]:
@@ -77,13 +84,13 @@ def test_mixes_match_the_reference(rng: np.random.Generator, mixes: Mixes, width
     assert_matches_reference(case, is_swiglu=len(widths) == 2)
 
 
+@pytest.mark.usefixtures("retraced")
 @pytest.mark.parametrize("num_ctas", [132, *slow(1)], ids=["one_block", "two_blocks"])
 def test_a_linear_layer_without_swiglu_matches_the_reference(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, num_ctas: int
 ) -> None:
     """Blocks of a tile that lie in different projections, and v in two partial sums."""
-    monkeypatch.setattr(pallas_mosaic_prefill, "_NUM_SMS", num_ctas)
-    _launch.clear_cache()
+    monkeypatch.setattr(pallas_mosaic_prefill, "num_multiprocessors", lambda: num_ctas)
     tiles = pallas_mosaic_prefill._Tiles.of(256, 256, (128, 128), is_swiglu=False)
     assert tiles.num_blocks == (2 if num_ctas == 1 else 1)
     problem = prefill_problem(num_tokens=256, in_features=256, num_slots=10)
@@ -93,7 +100,14 @@ def test_a_linear_layer_without_swiglu_matches_the_reference(
     assert v.shape[0] == 2
     assert_matches_reference(case, is_swiglu=False)
     assert_matches_reference(base_of(case), is_swiglu=False)
-    _launch.clear_cache()
+
+
+@pytest.mark.parametrize(("num_slots", "used"), [(3, [1]), (12, [0, 4, 11])])
+def test_few_rank_rows_match_the_reference(rng: np.random.Generator, num_slots: int, used: list[int]) -> None:
+    """Fewer than a step of the tail takes, of slots that are fewer or not the first: beside them lies NaN."""
+    weights = np.zeros((128, 1, num_slots), np.float32)
+    weights[:, 0, used] = rng.uniform(0.2, 1, (128, len(used)))
+    assert_matches_reference(make_linear_case(rng, prefill_problem(num_slots=num_slots), weights))
 
 
 def test_a_step_without_adapters_matches_the_reference(rng: np.random.Generator) -> None:
@@ -114,17 +128,16 @@ def test_random_shapes_match_the_reference(seed: int) -> None:
     assert_matches_reference(make_linear_case(rng, problem, weights), is_swiglu=is_swiglu)
 
 
+@pytest.mark.usefixtures("retraced")
 @pytest.mark.slow
 def test_more_tiles_than_ctas_match_the_reference(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every CTA takes several tiles, some of them of a group of rows that is not full."""
-    monkeypatch.setattr(pallas_mosaic_prefill, "_NUM_SMS", 3)
+    monkeypatch.setattr(pallas_mosaic_prefill, "num_multiprocessors", lambda: 3)
     monkeypatch.setattr(pallas_mosaic_prefill, "_GROUP_TILES", 2)
-    _launch.clear_cache()
     problem = prefill_problem(num_tokens=640, widths=(256, 256), num_slots=20)
     case = make_linear_case(rng, problem, mix_matrix(rng, "distinct", 640, 20))
     assert_matches_reference(case)
     assert_matches_reference(base_of(case))
-    _launch.clear_cache()
 
 
 @pytest.mark.parametrize("rows", slow(1, 2, 5, 16, 21))
@@ -184,14 +197,14 @@ def test_a_token_that_is_not_finite_poisons_no_other(rng: np.random.Generator, v
 
 
 @pytest.mark.slow
-def test_a_token_gets_the_same_bits_whatever_tokens_share_its_tile(rng: np.random.Generator) -> None:
+def test_who_shares_a_tile_changes_a_token_by_rounding_at_most(rng: np.random.Generator) -> None:
     full = make_full_case(rng, prefill_problem(num_slots=12))
     alone = np.zeros((128, 1, 12), np.float32)
     alone[5, 0, 3], alone[100, 0, 8] = 0.5, -0.25
     among = mix_matrix(rng, "uniform", 128, 12, mix_size=4)
     among[[5, 100]] = alone[[5, 100]]
     results = [run_prefill(with_mixes(full, weights)) for weights in (alone, among)]
-    # Rank rows lie elsewhere in a step of the tail: the sums are of the same numbers, in another order.
+    # Rank rows lie elsewhere in a step of the tail: sums of the same numbers, in another order.
     assert_close(results[1][jnp.asarray([5, 100])], results[0][jnp.asarray([5, 100])], jnp.bfloat16)
     assert not np.array_equal(results[0][:5], results[1][:5])
 
@@ -204,20 +217,20 @@ def test_large_gates_end_in_zero_or_in_the_gate_itself(rng: np.random.Generator)
     assert_close(z, run(as_float32(large), "reference", is_swiglu=True), jnp.bfloat16)
 
 
+@pytest.mark.usefixtures("retraced")
 @pytest.mark.slow
 @pytest.mark.skipif(is_gpu, reason="needs the interpreter")
 def test_the_interpreter_finds_no_race_in_shared_memory(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(pallas_mosaic_prefill, "_interpret_args", lambda _: {"interpret": params})
-    _launch.clear_cache()
+    monkeypatch.setattr(pallas_mosaic_prefill, "interpret_args", lambda _: {"interpret": params})
     full = make_linear_case(rng, prefill_problem(num_slots=12, in_features=320))
+    # One tile: that results leave before the next overwrite them, the interpreter does not know; a GPU's tests do.
     for case in (full, base_of(full)):
         for is_swiglu in (True, False):
             run_prefill(case, is_swiglu=is_swiglu)
             assert not gpu_callbacks.get_races().races_found
-    _launch.clear_cache()
 
 
 # The op
@@ -245,17 +258,17 @@ def test_the_gradient_is_that_of_the_separate_form(rng: np.random.Generator, has
     case = case if has_segments else base_of(case)
 
     def gradients(op: Any) -> Any:
-        def loss(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
-            slots = dataclasses.replace(case.slots, b=b)
-            return jnp.sin(op(x, w, slots, case.segments, jnp.int32(1)).astype(jnp.float32)).sum()
+        def loss(case: LinearCase) -> jax.Array:
+            y = op(case.x, case.w, case.slots, case.segments, jnp.int32(1))
+            return jnp.sin(y.astype(jnp.float32)).sum()
 
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(case.x, case.w, case.slots.b)
+        return jax.jit(jax.grad(loss, allow_int=True))(case)
 
     actual, expected = gradients(getattr(pallas_mosaic_prefill, name)), gradients(getattr(separate, name))
-    for a, e in zip(actual, expected, strict=True):
-        assert_close(a, e, jnp.bfloat16)
-    assert float(jnp.abs(actual[1].astype(jnp.float32)).max()) > 0.1
-    assert (float(jnp.abs(actual[2].astype(jnp.float32)).max()) > 0.1) == has_segments
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, e)
+    largest = [float(jnp.abs(g.astype(jnp.float32)).max()) for g in (actual.w, actual.slots.a, actual.slots.b)]
+    assert [size > 0.1 for size in largest] == [True, has_segments, has_segments]
 
 
 def test_unsupported_arguments_are_named(rng: np.random.Generator) -> None:

@@ -50,7 +50,7 @@ def race_detection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets the interpreter look for races, in programs of its own."""
     kernel: Any = pallas_mosaic._paged_attention
     params = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(pallas_mosaic, "_interpret_args", lambda _: {"interpret": params})
+    monkeypatch.setattr(pallas_mosaic, "interpret_args", lambda _: {"interpret": params})
     kernel.clear_cache()
     yield
     kernel.clear_cache()
