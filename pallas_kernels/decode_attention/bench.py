@@ -25,6 +25,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from pallas_kernels.bench_report import run_facts
 from pallas_kernels.decode_attention import pallas_triton, reference
 from pallas_kernels.decode_attention.config import KernelConfig, kernel_config
 from pallas_kernels.decode_attention.shapes import HEADS, DecodeInputs, Heads
@@ -85,8 +86,7 @@ def main() -> None:
             print(_as_row(measurement), flush=True)
     if args.out:
         report = {
-            "device": device.device_kind,
-            "jax": jax.__version__,
+            **run_facts("pallas_kernels.decode_attention.bench"),
             "dtype": args.dtype,
             "layers": args.layers,
             "table_tokens": args.table_tokens,

@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.bench_report import run_facts
 from pallas_kernels.lora_linear import lora_linear, lora_swiglu, new_arrivals, reference
 from pallas_kernels.lora_linear.pallas_mosaic_prefill import TILE_TOKENS
 from pallas_kernels.maf_mvm import ProjectionSlots
@@ -77,11 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for group in options.group:
             timings += measure(group, argparse.Namespace(**{**vars(options), "num_tokens": num_tokens}))
     if options.out is not None:
-        command = "python", "-m", "pallas_kernels.lora_linear.bench_prefill", *(argv or sys.argv[1:])
         result = {
-            "command": shlex.join(command),
-            "device": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
+            **run_facts("pallas_kernels.lora_linear.bench_prefill", argv),
             "timings": [dataclasses.asdict(timing) for timing in timings],
         }
         options.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -41,6 +41,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.bench_report import run_facts
 from pallas_kernels.lora_linear import lora_linear, lora_swiglu, new_arrivals
 from pallas_kernels.maf_mvm import baselines, reference
 from pallas_kernels.maf_mvm.api import Implementation, ProjectionSlots, maf_mvm
@@ -265,9 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     layers: list[LayerTiming] = []
     refusals: dict[str, str] = {}
     header = {
-        "command": " ".join(["python -m pallas_kernels.maf_mvm.bench", *(sys.argv[1:] if argv is None else argv)]),
-        "device": device.device_kind,
-        "jax": jax.__version__,
+        **run_facts("pallas_kernels.maf_mvm.bench", argv),
         "copy_gb_per_s": bandwidth / 1e9,
         "empty_call_us": empty_us,
         "arguments": {key: value for key, value in vars(args).items() if key != "out"},

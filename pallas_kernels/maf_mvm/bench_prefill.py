@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import shlex
 import sys
 import tempfile
 import time
@@ -25,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.profiler import ProfileData
 
+from pallas_kernels.bench_report import kernel_durations_us, run_facts
 from pallas_kernels.gpu import max_shared_bytes
 from pallas_kernels.maf_mvm import ProjectionSlots, pallas_triton, reference, swiglu, token_tile_size
 from pallas_kernels.maf_mvm.config import MIN_DOT_SIZE, KernelConfig, pick_config
@@ -91,9 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     if options.out is not None:
         result = {
-            "command": shlex.join(["python", "-m", "pallas_kernels.maf_mvm.bench_prefill", *(argv or sys.argv[1:])]),
-            "device": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
+            **run_facts("pallas_kernels.maf_mvm.bench_prefill", argv),
             "copy_gb_per_s": bytes_per_s / 1e9,
             "timings": [dataclasses.asdict(timing) for timing in timings],
         }
@@ -236,20 +233,12 @@ def _kernels_us(call: Callable[..., Any], *args: Any) -> dict[str, float]:
     """Median time of each kernel of maf_mvm in a run, from a profiler's trace."""
     if jax.default_backend() != "gpu":
         return {}
-    times: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(_TRACED_RUNS):
                 jax.block_until_ready(call(*args))
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        for plane in ProfileData.from_file(str(file)).planes:
-            for line in plane.lines:
-                if plane.name.startswith("/device:GPU") and "Stream" in line.name:
-                    for event in line.events:
-                        name = event.name.rstrip("_.0123456789")
-                        if name.startswith("maf_mvm_"):
-                            times.setdefault(name, []).append(event.duration_ns / 1e3)
-    return {name: float(np.median(us)) for name, us in times.items()}
+        durations = kernel_durations_us(Path(folder))
+    return {name: float(np.median(us)) for name, us in durations.items() if name.startswith("maf_mvm_")}
 
 
 def make_parser() -> argparse.ArgumentParser:

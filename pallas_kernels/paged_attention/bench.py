@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels.bench_report import run_facts
 from pallas_kernels.paged_attention import pallas_triton
 from pallas_kernels.paged_attention.api import Implementation, paged_attention
 from pallas_kernels.paged_attention.config import MOSAIC_TILE_SIZE, KernelConfig, MosaicConfig
@@ -96,8 +97,7 @@ def main() -> None:
             print(_as_row(measurement), flush=True)
     if args.out:
         report = {
-            "device": device.device_kind,
-            "jax": jax.__version__,
+            **run_facts("pallas_kernels.paged_attention.bench"),
             "dtype": args.dtype,
             "repeats": args.repeats,
             "calls_per_repeat": _CALLS_PER_REPEAT,

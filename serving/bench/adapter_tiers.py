@@ -16,8 +16,6 @@ import argparse
 import contextlib
 import json
 import logging
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -32,9 +30,10 @@ from safetensors.numpy import save_file
 from dymerge_jax.config import LlamaConfig, named_config
 from dymerge_jax.lora import content_bytes
 from dymerge_jax.model import random_model
+from pallas_kernels.bench_report import run_facts
 from serving.adapter_store import AdapterStore
 from serving.batch import Bucket, Buckets
-from serving.bench.decode import SHAPES, current_commit
+from serving.bench.decode import SHAPES
 from serving.config import EngineConfig
 from serving.engine import Engine, hand_over_quickly
 from serving.programs import decode_programs
@@ -321,10 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ttft = measure_ttft(engine, ids, options)
             jitter = measure_jitter(engine, ids, options)
     result = {
-        "command": shlex.join(["python", "-m", "serving.bench.adapter_tiers", *(arguments or sys.argv[1:])]),
-        "commit": current_commit(),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        **run_facts("serving.bench.adapter_tiers", arguments),
         "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
         "adapter_bytes": engine.store.known(ids[0]).num_bytes,
         "ttft": ttft,

@@ -12,9 +12,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +27,7 @@ from dymerge_jax.library import pad_batch
 from dymerge_jax.lora import AdapterWeights, ProjectionWeights, slot_bytes
 from dymerge_jax.model import Implementations, SplitModel, random_model
 from dymerge_jax.step import AdapterMix
+from pallas_kernels.bench_report import run_facts
 from serving.adapter_store import AdapterStore, StoredAdapter
 from serving.batch import Bucket, Buckets
 from serving.config import EngineConfig
@@ -248,12 +246,6 @@ def logits_error(engine: Engine, names: Sequence[str]) -> dict[str, float]:
     }
 
 
-def current_commit() -> str | None:
-    """The checkout's commit, if this is one."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return git.stdout.strip() or None
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b", help="8b, 1b or a named model size (default: %(default)s)")
@@ -391,10 +383,7 @@ def main() -> None:
     compile_s = time.perf_counter() - start_s
     rows, prefills = measure(engine, batches, prefill, options)
     result = {
-        "command": shlex.join(["python", "-m", "serving.bench.decode", *sys.argv[1:]]),
-        "commit": current_commit(),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        **run_facts("serving.bench.decode"),
         "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
         "compile_s": compile_s,
         "logits_error": logits_error(engine, [adapter.name for adapter in engine.store.adapters]),

@@ -13,8 +13,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import shlex
-import sys
 import time
 import types
 from collections.abc import Callable
@@ -31,9 +29,10 @@ from dymerge_jax.config import named_config
 from dymerge_jax.kv_cache import KVCache
 from dymerge_jax.model import Implementations, SplitModel, random_model
 from dymerge_jax.step import StepResult, StepTables, Weights, split_weights
+from pallas_kernels.bench_report import run_facts
 from serving.adapter_store import AdapterStore, StoredAdapter
 from serving.batch import Bucket
-from serving.bench.decode import current_commit, random_adapters
+from serving.bench.decode import random_adapters
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.programs import CompiledStep, StepPrograms, abstract_batch, compile_whole_step
@@ -220,10 +219,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     microseconds = measure(make_engine(options), options)
     result = {
-        "command": shlex.join(["python", "-m", "serving.bench.dispatch", *sys.argv[1:]]),
-        "commit": current_commit(),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        **run_facts("serving.bench.dispatch"),
         "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
         "microseconds": microseconds,
     }

@@ -15,8 +15,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +26,7 @@ import numpy as np
 from dymerge_jax.config import PROJECTIONS, LlamaConfig
 from dymerge_jax.gating import GatedSetWeights
 from dymerge_jax.model import Implementations, SplitModel
+from pallas_kernels.bench_report import run_facts
 from pallas_kernels.gate_mix import Implementation as GateImplementation
 from serving.adapter_store import AdapterStore
 from serving.batch import Bucket, Buckets
@@ -38,7 +37,7 @@ from serving.bench.bench_engine import (
     make_model,
     random_gated_set,
 )
-from serving.bench.decode import StepTimer, Workload, current_commit, random_adapters, run_workload
+from serving.bench.decode import StepTimer, Workload, random_adapters, run_workload
 from serving.bench.workloads import GATED_SET, NUM_EXPERTS, TOP_K
 from serving.config import EngineConfig
 from serving.engine import Engine
@@ -210,10 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = make_model(EngineSpec(options.shape, options.dtype, rank=options.rank))
     rows: list[dict[str, Any]] = []
     result = {
-        "command": shlex.join(["python", "-m", "serving.bench.gated", *(arguments or sys.argv[1:])]),
-        "commit": current_commit(),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        **run_facts("serving.bench.gated", arguments),
         "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
         "rows": rows,
     }

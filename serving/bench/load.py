@@ -21,16 +21,13 @@ import contextlib
 import dataclasses
 import functools
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import jax
-
+from pallas_kernels.bench_report import run_facts
 from serving.bench.bench_engine import BASELINES, EngineSpec, default_dtype, make_engine, make_model
-from serving.bench.decode import current_commit
 from serving.bench.find_rate import highest_rate
 from serving.bench.points import (
     Point,
@@ -76,11 +73,9 @@ def write_result(options: argparse.Namespace, result: dict[str, Any]) -> None:
     """Writes the result with what every result file begins with, if a file is asked for; never half a file."""
     if options.out is None:
         return
+    url = getattr(options, "url", None)
     result = {
-        "command": shlex.join(["python", "-m", "serving.bench", *sys.argv[1:]]),
-        "commit": current_commit(),
-        "device": device_kind() if getattr(options, "url", None) is None else f"that of {options.url}",
-        "jax": jax.__version__,
+        **run_facts("serving.bench", device=None if url is None else f"that of {url}"),
         **result,
     }
     partial = options.out.with_name(options.out.name + ".part")

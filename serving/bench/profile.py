@@ -4,41 +4,17 @@ python -m serving.bench.profile TRACE_FOLDER --steps 7
 """
 
 import argparse
-import collections
-import re
 from pathlib import Path
 
-from jax.profiler import ProfileData
-
+from pallas_kernels.bench_report import kernel_durations_us
 from serving.bench.decode import TRACED_STEPS
 
 
 def kernel_times(trace: Path, plane_prefix: str) -> dict[str, tuple[int, float]]:
-    """Count and total microseconds by kernel name; numbers in names are left out, so that layers add up.
-
-    Args:
-      trace: folder written by `jax.profiler.trace`, or an .xplane.pb file.
-      plane_prefix: which planes of the trace count, e.g. "/device:GPU".
-
-    Raises:
-      FileNotFoundError: If the folder holds no trace.
-    """
-    files = [trace] if trace.is_file() else sorted(trace.rglob("*.xplane.pb"))
-    if not files:
-        raise FileNotFoundError(f"{trace} holds no .xplane.pb file; write one by serving.bench.decode --trace {trace}")
-    counts: collections.Counter[str] = collections.Counter()
-    total_us: collections.Counter[str] = collections.Counter()
-    for plane in ProfileData.from_file(str(files[-1])).planes:
-        if not plane.name.startswith(plane_prefix):
-            continue
-        for line in plane.lines:
-            if "Stream" not in line.name and plane_prefix.startswith("/device"):
-                continue  # lines that group the kernels by module or scope would count them again
-            for event in line.events:
-                name = re.sub(r"[\d_.]*\d+", "", event.name)
-                counts[name] += 1
-                total_us[name] += event.duration_ns / 1e3
-    return {name: (counts[name], us) for name, us in total_us.most_common()}
+    """Count and total microseconds by kernel name, the largest first; see `kernel_durations_us`."""
+    durations = kernel_durations_us(trace, plane_prefix)
+    times = {name: (len(us), sum(us)) for name, us in durations.items()}
+    return dict(sorted(times.items(), key=lambda item: item[1][1], reverse=True))
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ what the search does for a population, the host's part included; what compiles i
 
 import argparse
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -24,8 +23,9 @@ from dymerge_jax.compose.examples import Example
 from dymerge_jax.config import named_config
 from dymerge_jax.library import Model
 from dymerge_jax.model import random_model
+from pallas_kernels.bench_report import run_facts
 from serving.bench.bench_engine import default_dtype
-from serving.bench.decode import SHAPES, current_commit, random_adapters
+from serving.bench.decode import SHAPES, random_adapters
 
 
 def make_model(options: argparse.Namespace) -> Model:
@@ -109,10 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             flush=True,
         )
     result = {
-        "command": shlex.join(["python", "-m", "serving.bench.search", *given]),
-        "commit": current_commit(),
-        "device": device,
-        "jax": jax.__version__,
+        **run_facts("serving.bench.search", given),
         "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
         "rows": rows,
         "speed_up": rows[-1]["ms_per_mix_median"] / rows[0]["ms_per_mix_median"],

@@ -24,7 +24,7 @@ from typing import Any, get_args
 import numpy as np
 from tqdm import tqdm
 
-from serving.bench.decode import current_commit
+from pallas_kernels.bench_report import current_commit
 from serving.bench.records import json_text
 from serving.bench.workloads import WorkloadConfig, make_trace, zipf_cumulative
 from serving.block_pool import BlockPool

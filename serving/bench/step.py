@@ -11,9 +11,7 @@ engine's own loop.
 import argparse
 import functools
 import json
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,8 +29,9 @@ from dymerge_jax.lora import SlotArray
 from dymerge_jax.model import Implementations, random_model
 from dymerge_jax.step import StepTables, forward_step, split_weights
 from dymerge_jax.step_batch import packed_batch, packed_rows
+from pallas_kernels.bench_report import run_facts
 from pallas_kernels.maf_mvm import ProjectionSlots
-from serving.bench.decode import SHAPES, Workload, current_commit, prefill_workloads, workloads
+from serving.bench.decode import SHAPES, Workload, prefill_workloads, workloads
 from serving.bench.profile import kernel_times
 
 BLOCK_SIZE = 16
@@ -226,10 +225,7 @@ def main() -> None:
     device = jax.devices()[0].device_kind
     print(f"{device}, {options.shape}, {options.dtype}, {options.slots} slots of rank {options.rank}")
     result = {
-        "command": shlex.join(["python", "-m", "serving.bench.step", *sys.argv[1:]]),
-        "commit": current_commit(),
-        "device": device,
-        "jax": jax.__version__,
+        **run_facts("serving.bench.step"),
         "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
         "rows": list(measure(options)),
     }
