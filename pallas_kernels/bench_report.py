@@ -29,8 +29,11 @@ def run_facts(module: str, arguments: Sequence[str] | None = None, *, device: st
 
 
 def current_commit() -> str | None:
-    """The checkout's commit, if this is one."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    """The checkout's commit, if this is one and there is a git to ask."""
+    try:
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
     return git.stdout.strip() or None
 
 
@@ -46,7 +49,9 @@ def kernel_durations_us(trace: Path, plane_prefix: str = "/device:GPU") -> dict[
     """
     files = [trace] if trace.is_file() else sorted(trace.rglob("*.xplane.pb"))
     if not files:
-        raise FileNotFoundError(f"{trace} holds no .xplane.pb file; jax.profiler.trace writes one")
+        raise FileNotFoundError(
+            f"{trace} holds no .xplane.pb file; jax.profiler.trace and serving.bench.decode --trace do"
+        )
     durations: dict[str, list[float]] = {}
     for plane in ProfileData.from_file(str(files[-1])).planes:
         if not plane.name.startswith(plane_prefix):

@@ -32,7 +32,7 @@ TILE_TOKENS, BLOCK_COLUMNS = 128, 128
 _ROWS = 64  # tokens of a warpgroup: of one wgmma, and of a tile of the segments
 _DEPTH = 64  # input features, or rank rows, of one step
 _RING_BYTES = 192 * 1024  # steps in flight or in use; with the results 224 of 227 KiB
-# Tiles of neighbouring CTAs are 16 high: 132 of them then read about as many bytes of x as of weights.
+# Tiles of neighbouring CTAs are 16 high: 132 of them, of two blocks, then read about as many bytes of x as of weights.
 _GROUP_TILES = 16
 _FETCHER = 2  # index of the warpgroup that fetches
 # Registers of a thread: 24 + 2 * 240 are three times the 168 with which each starts.
@@ -193,7 +193,7 @@ class _Tiles:
 
     @classmethod
     def of(cls, num_tokens: int, in_features: int, widths: tuple[int, ...], *, is_swiglu: bool) -> "_Tiles":
-        """The tiles of a problem: of two blocks, which read fewer bytes, unless the chip does less in as many turns."""
+        """The tiles of a problem: of two blocks, which read fewer bytes, unless those of one are done sooner."""
         rows, blocks = num_tokens // TILE_TOKENS, sum(widths) // BLOCK_COLUMNS
         turns = {n: n * -(-rows * blocks // n // num_multiprocessors()) for n in (2, 1) if blocks % n == 0}
         num_blocks = 2 if is_swiglu else min(turns, key=lambda n: turns[n])

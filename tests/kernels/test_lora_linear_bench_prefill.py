@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels.lora_linear import bench_prefill, separate
 from pallas_kernels.maf_mvm import bench_prefill as maf_bench_prefill
+from pallas_kernels.maf_mvm.shapes import ModelShape
 
 ARGUMENTS = [
     "--shape",
@@ -66,3 +67,10 @@ def test_steps_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) ->
         with pytest.raises(SystemExit):
             bench_prefill.main([*ARGUMENTS, *flags])
         assert "expected a multiple of 128, and at least one prompt" in capsys.readouterr().err
+
+
+def test_layers_without_swiglu_are_timed_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = ModelShape(hidden=128, q_width=128, kv_width=128, ffn=128, num_layers=2)
+    for module in (bench_prefill, maf_bench_prefill):
+        monkeypatch.setattr(module, "named_shapes", lambda: {"tiny": wide})
+    assert bench_prefill.main([*ARGUMENTS, "--group", "qkv", "--num-tokens", "128"]) == 0

@@ -147,6 +147,16 @@ def test_tiles_cover_the_output_once_each(rows: int) -> None:
     assert sorted(places) == [(row, column) for row in range(rows) for column in range(7)]
 
 
+@pytest.mark.parametrize(("num_blocks", "is_swiglu"), [(1, False), (2, False), (2, True)])
+def test_blocks_cover_the_columns_once_each_and_lie_in_one_projection(num_blocks: int, is_swiglu: bool) -> None:
+    widths = (384, 384) if is_swiglu else (512, 128, 128)
+    tiles = pallas_mosaic_prefill._Tiles(1, 768 // 128 // num_blocks, 1, widths, num_blocks, is_swiglu)
+    starts = [int(start) for column in range(tiles.columns) for start in tiles.blocks(jnp.int32(column))]
+    assert sorted(starts) == list(range(0, 768, 128))
+    projections = [int(tiles.projection(jnp.int32(start))) for start in sorted(starts)]
+    assert projections == ([0] * 3 + [1] * 3 if is_swiglu else [0, 0, 0, 0, 1, 2])
+
+
 @pytest.mark.slow
 def test_gates_per_projection_match_the_reference(rng: np.random.Generator) -> None:
     case = make_linear_case(rng, prefill_problem(num_gates=2))
@@ -297,6 +307,16 @@ def test_other_gpus_are_refused_by_name(
 # On a GPU: a real shape, and launch after launch
 
 
+def largest_block_error(actual: jax.Array, right: jax.Array) -> float:
+    """Of what one warpgroup stores at once, 64 by 128: the difference's norm, relative to that block's."""
+
+    def norms(y: jax.Array) -> jax.Array:
+        blocks = y.astype(jnp.float32).reshape(y.shape[0] // 64, 64, y.shape[1] // 128, 128)
+        return jnp.linalg.norm(blocks, axis=(1, 3))
+
+    return float((norms(actual.astype(jnp.float32) - right) / norms(right)).max())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not is_gpu, reason="needs a GPU")
 @pytest.mark.parametrize("group", GROUPS)
@@ -315,7 +335,8 @@ def test_model_shapes_match_the_reference_and_give_the_same_bits_every_time(
         case = with_mixes(full, weights)
         first = run_prefill(case, is_swiglu=is_swiglu)
         right = total(run(as_float32(case), "reference", is_swiglu=is_swiglu))
-        assert float(jnp.linalg.norm(first.astype(jnp.float32) - right) / jnp.linalg.norm(right)) < 1e-2
+        assert first.dtype == jnp.bfloat16
+        assert largest_block_error(first, right) < 2e-2
         for _ in range(20):
             assert_same_bits(run_prefill(case, is_swiglu=is_swiglu), first)
     base = run_prefill(base_of(full), is_swiglu=is_swiglu)

@@ -63,7 +63,6 @@ def test_a_step_program_compiles_and_updates_the_cache_in_place(h200, size, dtyp
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "num_tokens", "gated", "num_layers"),
     [("llama-3-8b", 8192, False, 2), ("llama-3.2-1b", 2048, True, 2), ("llama-3-8b", 512, False, 0)],
@@ -74,6 +73,7 @@ def test_long_prefills_take_gate_and_up_as_one_kernel(h200, size, num_tokens, ga
     assert sum("/lora_swiglu_prefill/" in line for line in launches) == num_layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "num_tokens", "num_seqs", "gated"),
     [(jnp.bfloat16, 32, 32, True), (jnp.bfloat16, 512, 32, False), (jnp.float32, 1, 1, False)],
