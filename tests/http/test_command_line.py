@@ -260,7 +260,6 @@ def test_a_signal_drains_and_ends(tiny: Path, signal_number: int) -> None:
     assert "Traceback" not in log
 
 
-@pytest.mark.slow
 def test_an_interrupt_while_everything_is_closed_ends_the_process_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -278,6 +277,7 @@ def test_an_interrupt_while_everything_is_closed_ends_the_process_without_a_trac
             signal.signal(number, handler)
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     # An answer so long that it cannot end between the two interrupts.
     config = dataclasses.replace(named_config("tiny"), max_position=65_536)
