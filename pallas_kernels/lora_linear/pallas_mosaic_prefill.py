@@ -25,7 +25,7 @@ from pallas_kernels.lora_linear import separate
 from pallas_kernels.maf_mvm import ProjectionSlots
 from pallas_kernels.maf_mvm import pallas_triton as maf_pallas_triton
 from pallas_kernels.maf_mvm.config import pick_config
-from pallas_kernels.pallas_mosaic import interpret_args, swizzled
+from pallas_kernels.pallas_mosaic import fetch_and_compute, interpret_args, swizzled
 from pallas_kernels.segments import Segments
 
 TILE_TOKENS, BLOCK_COLUMNS = 128, 128
@@ -34,7 +34,7 @@ _DEPTH = 64  # input features, or rank rows, of one step
 _RING_BYTES = 192 * 1024  # steps in flight or in use; with the results 224 of 227 KiB
 # Tiles of neighbouring CTAs are 16 high: 132 of them, of two blocks, then read about as many bytes of x as of weights.
 _GROUP_TILES = 16
-_FETCHER = 2  # index of the warpgroup that fetches
+_NUM_COMPUTING = 2  # warpgroups that compute; one more fetches
 # Registers of a thread: 24 + 2 * 240 are three times the 168 with which each starts.
 _FETCH_REGISTERS, _COMPUTE_REGISTERS = 24, 240
 _LOG2_E = 1.4426950408889634
@@ -138,7 +138,7 @@ def _launch(
         out_type=jax.ShapeDtypeStruct((num_tokens, w.shape[1] // (2 if is_swiglu else 1)), x.dtype),
         grid=(min(tiles.count, num_multiprocessors()),),
         grid_names=("cta",),
-        num_threads=_FETCHER + 1,
+        num_threads=_NUM_COMPUTING + 1,
         thread_name="warpgroup",
         kernel_name="lora_swiglu_prefill" if is_swiglu else "lora_linear_prefill",
         # Lanes, as in JAX 0.11 the other semantics store results of wgmma to swizzled memory alone.
@@ -314,30 +314,23 @@ def _kernel(
 
     def run(*refs: Any) -> None:
         shared = _Shared(*refs)
-        warpgroup = lax.axis_index("warpgroup")
-
-        @pl.when(warpgroup == _FETCHER)
-        def _() -> None:
-            plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
-
-            @plgpu.warp_map  # a whole warpgroup would wait for its threads at every copy
-            def _(warp: Array) -> None:
-                pl.when(warp == 0)(lambda: _fetch(x_ref, w_ref, tiles, tail, shared))
-
-        @pl.when(warpgroup != _FETCHER)
-        def _() -> None:
-            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-            _compute(out_ref, tiles, tail, shared, warpgroup)
+        fetch_and_compute(
+            functools.partial(_fetch, x_ref, w_ref, tiles, tail, shared),
+            functools.partial(_compute, out_ref, tiles, tail, shared),
+            num_computing=_NUM_COMPUTING,
+            fetch_registers=_FETCH_REGISTERS,
+            compute_registers=_COMPUTE_REGISTERS,
+        )
 
     copies = 1 if tail is None else tiles.num_blocks * tail.copies
     pl.run_scoped(
         run,
         swizzled((num_buffers, TILE_TOKENS, _DEPTH), dtype),
         [swizzled((num_buffers, _DEPTH, BLOCK_COLUMNS), dtype)] * tiles.num_blocks,
-        swizzled((_FETCHER, _ROWS, BLOCK_COLUMNS), dtype),
+        swizzled((_NUM_COMPUTING, _ROWS, BLOCK_COLUMNS), dtype),
         plgpu.Barrier(num_arrivals=1 + tiles.num_blocks, num_barriers=num_buffers),
         plgpu.Barrier(num_arrivals=copies, num_barriers=num_buffers),
-        plgpu.Barrier(num_arrivals=_FETCHER, num_barriers=num_buffers),
+        plgpu.Barrier(num_arrivals=_NUM_COMPUTING, num_barriers=num_buffers),
         collective_axes="warpgroup",
     )
 

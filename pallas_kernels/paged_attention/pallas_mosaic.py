@@ -25,11 +25,10 @@ from pallas_kernels.gpu import check_hopper
 from pallas_kernels.paged_attention.config import MOSAIC_TILE_SIZE, MosaicConfig
 from pallas_kernels.paged_attention.query_tiles import QueryTiles
 from pallas_kernels.paged_attention.softmax import MASKED, NO_PEAK
-from pallas_kernels.pallas_mosaic import TILE_ROWS, interpret_args, swizzled
+from pallas_kernels.pallas_mosaic import TILE_ROWS, fetch_and_compute, interpret_args, swizzled
 
 _TILE_SIZE = MOSAIC_TILE_SIZE
 _HEADS_PER_CTA = 2
-_FETCHER = _HEADS_PER_CTA  # index of the warpgroup that fetches
 # Registers of a thread: 56 + 2 * 224 are three times the 168 with which each starts. With a larger sum, the warpgroups
 # that compute would wait forever.
 _FETCH_REGISTERS, _COMPUTE_REGISTERS = 56, 224
@@ -225,20 +224,13 @@ def _kernel(
 
     def run(*refs: Any) -> None:
         shared = _Shared(*refs)
-        warpgroup = lax.axis_index("warpgroup")
-
-        @pl.when(warpgroup == _FETCHER)
-        def _() -> None:
-            plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
-
-            @plgpu.warp_map  # a whole warpgroup would wait for its threads at every copy
-            def _(warp: Array) -> None:
-                pl.when(warp == 0)(functools.partial(_fetch, kv_ref, block_tables_ref, tile, shared))
-
-        @pl.when(warpgroup != _FETCHER)
-        def _() -> None:
-            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-            _compute(q_ref, tile, shared, warpgroup, is_interpreted=is_interpreted)
+        fetch_and_compute(
+            functools.partial(_fetch, kv_ref, block_tables_ref, tile, shared),
+            functools.partial(_compute, q_ref, tile, shared, is_interpreted=is_interpreted),
+            num_computing=_HEADS_PER_CTA,
+            fetch_registers=_FETCH_REGISTERS,
+            compute_registers=_COMPUTE_REGISTERS,
+        )
 
     @pl.when(tile.length > 0)
     def _live() -> None:
