@@ -76,23 +76,57 @@ def attend(
         qkv = qkv[0]
     if isinstance(context, WholeSequences):
         return _attend_whole(qkv, context, config), kv
-    is_fused = implementation == "pallas_triton" or (implementation is None and jax.default_backend() == "gpu")
-    if is_fused and context.is_decode:
+    if _is_fused(implementation) and context.is_decode:
         positions = jnp.where(context.tiles.lengths > 0, context.tiles.positions, -1)
         cos, sin = context.cos.squeeze(1), context.sin.squeeze(1)
         return decode_attention(qkv, kv, context.block_tables, positions, cos, sin, implementation=implementation)
+    q, kv = _rotate_and_store(qkv, kv, context, implementation)
+    out = paged_attention(q, kv, context.block_tables, context.tiles, implementation=implementation)
+    return out.reshape(-1, config.q_width), kv
+
+
+def attend_at_ends(
+    qkv: Float[Array, "num_tokens qkv_width"] | Float[Array, "num_partials num_tokens qkv_width"],
+    kv: LayerKV,
+    context: AttentionContext,
+    index: Int[Array, " num_seqs"],
+    ends: AttentionContext,
+    config: LlamaConfig,
+    implementation: Implementation | None,
+) -> tuple[Float[Array, "num_seqs q_width"], LayerKV]:
+    """Stores the keys and values of all tokens as `attend` does; only each sequence's last new token attends.
+
+    Args:
+      qkv, kv, context, config, implementation: see `attend`.
+      index: [num_seqs] int32, where those tokens lie among all.
+      ends: where they stand, as a decode step of their own.
+    """
+    q, kv = _rotate_and_store(qkv, kv, context, implementation)
+    out = paged_attention(q[index], kv, ends.block_tables, ends.tiles, implementation=implementation)
+    return out.reshape(-1, config.q_width), kv
+
+
+def _rotate_and_store(
+    qkv: Float[Array, "num_tokens qkv_width"] | Float[Array, "num_partials num_tokens qkv_width"],
+    kv: LayerKV,
+    context: AttentionContext,
+    implementation: Implementation | None,
+) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], LayerKV]:
     with jax.named_scope("rope_kv_write"):
-        q, kv = rope_kv_write(
+        return rope_kv_write(
             qkv.reshape(-1, *qkv.shape[-2:]),
             kv,
             context.block_ids,
             context.offsets,
             context.cos.squeeze(1),
             context.sin.squeeze(1),
-            implementation="pallas_triton" if is_fused else "reference",
+            implementation="pallas_triton" if _is_fused(implementation) else "reference",
         )
-    out = paged_attention(q, kv, context.block_tables, context.tiles, implementation=implementation)
-    return out.reshape(-1, config.q_width), kv
+
+
+def _is_fused(implementation: Implementation | None) -> bool:
+    """Whether one kernel does what goes with attention."""
+    return implementation == "pallas_triton" or (implementation is None and jax.default_backend() == "gpu")
 
 
 def _attend_whole(

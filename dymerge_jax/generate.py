@@ -87,8 +87,10 @@ def _prefill(
     tables: Int[Array, "num_seqs blocks_per_seq"],
     implementations: Implementations,
     xlora: XLoraArray | None = None,
-) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
-    """Runs all prompts as one flat batch, each row at its padded place."""
+    *,
+    ends_only: bool = False,
+) -> tuple[Float[Array, "num_read hidden"], KVCache]:
+    """Runs all prompts as one flat batch, each row at its padded place; returns what `hidden_states` does."""
     num_seqs, prompt_len = batch.tokens.shape
     rows = jnp.arange(num_seqs, dtype=jnp.int32)
     step = StepBatch(
@@ -104,7 +106,7 @@ def _prefill(
     cache = empty_cache(model.config, num_blocks=num_blocks, block_size=_BLOCK_SIZE, dtype=dtype)
     scaling = _scaling_tables(tables, xlora)
     inputs = StepInputs(slots, gates, mix, tables, jnp.zeros_like(rows), step, xlora, scaling)
-    return hidden_states(model, cache, inputs, implementations)
+    return hidden_states(model, cache, inputs, implementations, ends_only=ends_only)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "implementations"))
@@ -187,9 +189,8 @@ def generate_tokens(
     num_seqs, prompt_len = batch.tokens.shape
     rows = jnp.arange(num_seqs, dtype=jnp.int32)
     tables = _block_tables(num_seqs, prompt_len + max_new_tokens)
-    hidden, cache = _prefill(model, slots, gates, mix, batch, tables, implementations, xlora)
+    last, cache = _prefill(model, slots, gates, mix, batch, tables, implementations, xlora, ends_only=True)
     scaling = _scaling_tables(tables, xlora)
-    last = hidden.reshape(num_seqs, prompt_len, -1)[rows, batch.lengths - 1]
 
     def pick(hidden: Float[Array, "num_seqs hidden"], step: Int[Array, ""]) -> Int[Array, " num_seqs"]:
         logits = model.logits(hidden)

@@ -2,8 +2,8 @@
 
 All layers have the same shapes and share one program, which the host calls once a layer. Compiling takes the time of
 one layer instead of all, and each call costs the host some tens of microseconds: the better trade on a CPU, where XLA
-needs half a minute for the demo's thirty layers and a step takes tens of milliseconds. An accelerator gets
-`forward_step`, one program for the whole step.
+needs half a minute for the demo's thirty layers and a step takes tens of milliseconds. The last layer is like the
+others here, and runs for tokens that nobody reads. An accelerator gets `forward_step`, one program for the whole step.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from dymerge_jax.step import (
     StepTables,
     Weights,
     finish_step,
+    last_new_tokens,
     scaling_inputs,
     split_weights,
     step_context,
@@ -87,7 +88,8 @@ def _after_layers(
     num_seqs: int,
 ) -> tuple[Int[Array, " num_rows"], Float[Array, "num_seqs vocab"], Int[Array, " num_seqs"]]:
     model = structure.merge(weights)
-    return finish_step(model, model.normed(stream), last_tokens, *unpack_batch(batch, num_seqs))
+    hidden, (work, targets) = model.normed(stream), unpack_batch(batch, num_seqs)
+    return finish_step(model, hidden if work.is_decode else hidden[last_new_tokens(work)], last_tokens, targets)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from dymerge_jax.attention import AttentionContext, WholeSequences, attend
+from dymerge_jax.attention import AttentionContext, WholeSequences, attend, attend_at_ends
 from dymerge_jax.config import LlamaConfig
 from dymerge_jax.gating import GateArray, GatedTokens, add_layer_gates, add_projection_gates
 from dymerge_jax.kv_cache import KVCache, LayerKV
@@ -94,6 +94,21 @@ class MixContext:
     expert_weights: ExpertWeights | None = None
 
 
+@pytree_dataclass
+class SequenceEnds:
+    """The last new token of each sequence of a step: the only ones whose output of the last layer is read.
+
+    Attributes:
+      index: [num_seqs] int32, where they lie among the tokens of the step; any place for unused sequences.
+      attention: where they stand, as a decode step of their own.
+      mix: their adapters.
+    """
+
+    index: Int[Array, " num_seqs"]
+    attention: AttentionContext
+    mix: MixContext
+
+
 class LlamaLayer(nnx.Module):
     """One transformer layer: attention and SwiGLU, each behind an RMSNorm, each added to the residual stream."""
 
@@ -121,7 +136,9 @@ class LlamaLayer(nnx.Module):
         mix: MixContext,
         implementations: Implementations,
         layer: int | Int[Array, ""],
+        ends: SequenceEnds | None = None,
     ) -> tuple[Stream, LayerKV]:
+        """The layer's output for all tokens, or for `ends` alone; keys and values of all go into the cache."""
         x, h = self._normed(stream.x, stream.delta, self.input_norm)
         arrivals = stream.arrivals
         layer_mix = self._layer_mix(h, mix, layer, implementations)
@@ -144,7 +161,16 @@ class LlamaLayer(nnx.Module):
             return y
 
         with jax.named_scope("attention"):
-            attended, kv = attend(project("qkv", h), kv, context, self.config, implementations.paged_attention)
+            qkv, implementation = project("qkv", h), implementations.paged_attention
+            if ends is None:
+                attended, kv = attend(qkv, kv, context, self.config, implementation)
+            else:
+                assert isinstance(context, AttentionContext), "whole sequences are read as a whole"
+                attended, kv = attend_at_ends(
+                    qkv, kv, context, ends.index, ends.attention, self.config, implementation
+                )  # fmt: skip
+                x, mix = x[ends.index], ends.mix
+                layer_mix = self._layer_mix(h[ends.index], mix, layer, implementations)
             o = project("o", attended)
         with jax.named_scope("mlp"):
             x, h = self._normed(x, o, self.post_attention_norm)
@@ -239,7 +265,8 @@ class Llama(nnx.Module):
         context: AttentionContext,
         mix: MixContext,
         implementations: Implementations,
-    ) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
+        ends: SequenceEnds | None = None,
+    ) -> tuple[Float[Array, "num_read hidden"], KVCache]:
         """Runs a flat batch of tokens through all layers.
 
         Args:
@@ -248,14 +275,17 @@ class Llama(nnx.Module):
           context: where the tokens stand.
           mix: the adapters of the tokens.
           implementations: of the ops.
+          ends: the tokens that go through the whole of the last layer; None for all.
 
         Returns:
-          [num_tokens, hidden] hidden states after the final norm, and the cache with these tokens in it.
+          [num_tokens, hidden] hidden states after the final norm, or [num_seqs, hidden] of `ends`; and the cache with
+          all tokens in it.
         """
         stream = self.embedded(tokens)
         layers_kv = []
         for i, (layer, kv) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            stream, kv = layer(stream, kv, context, mix, implementations, i)
+            is_last = i == len(self.layers) - 1
+            stream, kv = layer(stream, kv, context, mix, implementations, i, ends if is_last else None)
             layers_kv.append(kv)
         return self.normed(stream), KVCache(layers=tuple(layers_kv))
 

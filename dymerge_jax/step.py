@@ -20,7 +20,7 @@ from dymerge_jax.gating import GateArray, GatedTokens, gated_tokens
 from dymerge_jax.kv_cache import KVCache
 from dymerge_jax.layers import rope_angles
 from dymerge_jax.lora import SlotArray
-from dymerge_jax.model import Implementations, Llama, MixContext
+from dymerge_jax.model import Implementations, Llama, MixContext, SequenceEnds
 from dymerge_jax.sampling import SampledTokens, SampleTargets, greedy_tokens, remember, sample
 from dymerge_jax.step_batch import AdapterMix, StepBatch, unpack_batch, unpack_rows, unpack_targets
 from dymerge_jax.xlora import ExpertWeights, XLoraArray, XLoraTokens, expert_weights, scaling_mix, xlora_tokens
@@ -191,15 +191,20 @@ def hidden_states(
     implementations: Implementations,
     *,
     max_slots: int | None = None,
-) -> tuple[Float[Array, "num_tokens hidden"], KVCache]:
+    ends_only: bool = False,
+) -> tuple[Float[Array, "num_read hidden"], KVCache]:
     """Runs one batch through the layers, twice if its program is for X-LoRA sets.
 
+    Args:
+      model, cache, inputs, implementations, max_slots: of the step.
+      ends_only: only each sequence's last new token is read: of the last layer the others get keys and values alone.
+
     Returns:
-      [num_tokens, hidden] after the final norm, of no meaning for padding, and the cache with the batch's tokens in it.
+      [num_tokens, hidden] after the final norm, or [num_seqs, hidden] with `ends_only`; of no meaning for padding and
+      unused sequences. And the cache with the batch's tokens in it.
     """
-    context = step_context(
-        model.config, inputs, num_blocks=cache.num_blocks, block_size=cache.block_size, max_slots=max_slots
-    )
+    sizes = {"num_blocks": cache.num_blocks, "block_size": cache.block_size, "max_slots": max_slots}
+    context = step_context(model.config, inputs, **sizes)
     experts = None
     if inputs.xlora is not None:
         assert context.xlora is not None, "a program without adapters cannot serve X-LoRA sets"
@@ -207,17 +212,31 @@ def hidden_states(
             first, max_first_slots = scaling_inputs(inputs)
             hidden, cache = hidden_states(model, cache, first, implementations, max_slots=max_first_slots)
             experts = expert_weights(model.config, inputs.xlora, context.xlora, hidden)
-    mix = context.mix(inputs.slots, inputs.gates, experts)
-    return model(context.tokens, cache, context.attention, mix, implementations)
+    mix, ends = context.mix(inputs.slots, inputs.gates, experts), None
+    if ends_only and not inputs.batch.is_decode:
+        with jax.named_scope("ends"):
+            index = last_new_tokens(inputs.batch)
+            end = step_context(model.config, dataclasses.replace(inputs, batch=_ends_batch(inputs.batch)), **sizes)
+            end_experts = jax.tree.map(lambda array: array[index], experts)
+            ends = SequenceEnds(index, end.attention, end.mix(inputs.slots, inputs.gates, end_experts))
+    return model(context.tokens, cache, context.attention, mix, implementations, ends)
 
 
-def last_logits(
-    model: Llama, hidden: Float[Array, "num_tokens hidden"], batch: StepBatch
-) -> Float[Array, "num_seqs vocab"]:
-    """Logits after each sequence's last new token."""
-    if not batch.is_decode:
-        hidden = hidden[jnp.maximum(batch.seq_starts + batch.seq_lens - 1, 0)]
-    return model.logits(hidden)
+def last_new_tokens(batch: StepBatch) -> Int[Array, " num_seqs"]:
+    """Flat index of each sequence's last new token; any for unused sequences."""
+    return jnp.maximum(batch.seq_starts + batch.seq_lens - 1, 0)
+
+
+def _ends_batch(batch: StepBatch) -> StepBatch:
+    """Each sequence's last new token, as a decode step of its own."""
+    return StepBatch(
+        tokens=batch.tokens[last_new_tokens(batch)],
+        rows=batch.rows,
+        seq_starts=jnp.arange(batch.rows.shape[0], dtype=jnp.int32),
+        seq_lens=jnp.minimum(batch.seq_lens, 1),
+        context_lens=batch.context_lens + jnp.maximum(batch.seq_lens - 1, 0),
+        use_last_token=batch.use_last_token,
+    )
 
 
 Weights = tuple[Array | jax.ShapeDtypeStruct, ...]
@@ -337,8 +356,8 @@ def _step(
 ) -> StepResult:
     work, targets = unpack_batch(batch, num_seqs)
     inputs = tables.inputs(work, last_tokens)
-    hidden, cache = hidden_states(model, cache, inputs, implementations, max_slots=max_slots)
-    last_tokens, logits, tokens = finish_step(model, hidden, last_tokens, work, targets)
+    hidden, cache = hidden_states(model, cache, inputs, implementations, max_slots=max_slots, ends_only=True)
+    last_tokens, logits, tokens = finish_step(model, hidden, last_tokens, targets)
     return StepResult(last_tokens, cache, logits, tokens)
 
 
@@ -392,13 +411,12 @@ def forward_steps(
 
 def finish_step(
     model: Llama,
-    hidden: Float[Array, "num_tokens hidden"],
+    hidden: Float[Array, "num_seqs hidden"],
     last_tokens: Int[Array, " num_rows"],
-    batch: StepBatch,
     targets: SampleTargets,
 ) -> tuple[Int[Array, " num_rows"], Float[Array, "num_seqs vocab"], Int[Array, " num_seqs"]]:
-    """What comes after the final norm: last_tokens with the greedy tokens, logits, and those tokens."""
-    logits = last_logits(model, hidden, batch)
+    """What comes after each sequence's final norm: last_tokens with the greedy tokens, logits, and those tokens."""
+    logits = model.logits(hidden)
     tokens = greedy_tokens(logits)
     return remember(last_tokens, targets, tokens), logits, tokens
 

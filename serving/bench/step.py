@@ -196,8 +196,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def step_sizes(options: argparse.Namespace) -> list[tuple[int, int]]:
     """(sequences, new tokens of each) of every step to time."""
     sizes = [] if options.batches == "none" else [(int(b), 1) for b in options.batches.split(",")]
-    if options.prefill != "none":
-        batch, _, new_tokens = options.prefill.partition("x")
+    for size in [] if options.prefill == "none" else options.prefill.split(","):
+        batch, _, new_tokens = size.partition("x")
         sizes.append((int(batch), int(new_tokens)))
     return sizes
 
@@ -206,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b", help="8b, 1b or a named model size (default: %(default)s)")
     parser.add_argument("--batches", default="1,32,64", help="batch sizes, or none (default: %(default)s)")
-    parser.add_argument("--prefill", default="none", help="prompts x tokens, e.g. 4x2048 (default: %(default)s)")
+    parser.add_argument("--prefill", default="none", help="prompts x tokens, e.g. 4x2048,1x512 (default: %(default)s)")
     parser.add_argument("--slots", type=int, default=128, help="adapter slots (default: %(default)s)")
     parser.add_argument("--rank", type=int, default=8, help="rank rows of a slot (default: %(default)s)")
     parser.add_argument("--context", type=int, default=256, help="tokens of each row (default: %(default)s)")

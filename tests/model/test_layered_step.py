@@ -1,5 +1,7 @@
 """The step as one program a stage, beside the step as one program."""
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,13 +33,16 @@ def case() -> tuple[Model, AdapterMix]:
 
 
 def step_batches() -> list[PackedBatch]:
-    """A prefill of two sequences, then a decode step of both."""
+    """A prefill of two sequences, a step that decodes one and goes on with the other, a decode step of both."""
     prefill = packed_batch(8, 2)
     prefill.tokens[:] = [5, 9, 2, 40, 7, 33, 100, 0]
     prefill.seqs.T[:] = [[2, 0, 4, 0, 0, 1, 0], [0, 4, 3, 0, 0, 0, 0]]
+    mixed = packed_batch(8, 3)
+    mixed.tokens[2:6] = [71, 8, 64, 29]
+    mixed.seqs.T[:] = [[2, 1, 1, 4, 1, 1, 1], [1, 0, 0, 0, 0, 0, 0], [0, 2, 4, 3, 0, 1, 0]]
     decode = packed_batch(2, 2)
-    decode.seqs.T[:] = [[2, 0, 1, 4, 1, 1, 1], [0, 1, 1, 3, 1, 1, 0]]
-    return [prefill, decode]
+    decode.seqs.T[:] = [[2, 0, 1, 5, 1, 1, 2], [0, 1, 1, 7, 1, 1, 1]]
+    return [prefill, mixed, decode]
 
 
 def test_a_layered_step_equals_the_step_as_one_program(case: tuple[Model, AdapterMix]) -> None:
@@ -49,18 +54,20 @@ def test_a_layered_step_equals_the_step_as_one_program(case: tuple[Model, Adapte
     tables = StepTables(model.slots, model.gates, jnp.asarray(rows.array), BLOCK_TABLES)
     caches = [empty_cache(split.config, num_blocks=12, block_size=4, dtype=split.dtype) for _ in range(2)]
     last_tokens = [jnp.asarray([17, 3, 0], jnp.int32) for _ in range(2)]
+    want = np.asarray([17, 3, 0])
     for batch in step_batches():
+        sizes = {"num_seqs": batch.seqs.shape[1]}
         layered = LayeredStep(
-            split, caches[1], last_tokens[1], tables, batch.array, num_seqs=2, implementations=Implementations()
+            split, caches[1], last_tokens[1], tables, batch.array, **sizes, implementations=Implementations()
         )
-        expected = forward_step(structure, weights, caches[0], last_tokens[0], tables, batch.array, num_seqs=2)
+        expected = forward_step(structure, weights, caches[0], last_tokens[0], tables, batch.array, **sizes)
         before = caches[1]
         actual = layered(weights, caches[1], last_tokens[1], tables, batch.array)
-        np.testing.assert_allclose(actual.logits, expected.logits, rtol=1e-5, atol=1e-5)
-        np.testing.assert_array_equal(actual.tokens, np.asarray(expected.logits).argmax(1))
-        np.testing.assert_array_equal(actual.tokens, expected.tokens)
+        used = np.flatnonzero(batch.seqs[2])
+        np.testing.assert_allclose(actual.logits[used], expected.logits[used], rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(actual.tokens, np.asarray(actual.logits).argmax(1))
+        np.testing.assert_array_equal(actual.tokens[used], expected.tokens[used])
         sampled = np.flatnonzero(batch.seqs[5])
-        want = np.asarray([17, 3, 0])
         want[batch.seqs[0, sampled]] = np.asarray(expected.tokens)[sampled]
         for ours, theirs in zip(actual.cache.layers, expected.cache.layers, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -70,6 +77,26 @@ def test_a_layered_step_equals_the_step_as_one_program(case: tuple[Model, Adapte
         for tokens in last_tokens:
             np.testing.assert_array_equal(np.asarray(tokens)[batch.seqs[0, sampled]], want[batch.seqs[0, sampled]])
             assert int(tokens[1]) == 3, "a row without a sequence has lost its token"
+
+
+def test_of_the_last_layer_tokens_that_nobody_reads_get_keys_and_values_alone(case: tuple[Model, AdapterMix]) -> None:
+    split, (prefill, *_) = case[0].split, step_batches()
+    structure, weights = split_weights(split.graph, split.state)
+    cache = empty_cache(split.config, num_blocks=12, block_size=4, dtype=split.dtype)
+    tables = StepTables(case[0].slots, None, jnp.asarray(packed_rows(3, 6).array), BLOCK_TABLES)
+    args = structure, weights, cache, jnp.zeros(3, jnp.int32), tables, prefill.array
+    program = forward_step.lower(*args, num_seqs=2, max_slots=0).as_text()
+
+    def num_products(num_tokens: int, group: str) -> int:
+        shape = f"{num_tokens}x{split.config.groups[group].out_features}xf32"
+        return len(re.findall(rf"dot_general .*-> tensor<{shape}>", program))
+
+    groups, num_layers = ("qkv", "o", "gate_up", "down"), split.config.num_layers
+    assert [num_products(8, group) for group in ("qkv", "gate_up")] == [num_layers, num_layers - 1]
+    assert num_products(2, "gate_up") == 1
+    assert len({split.config.groups[group].out_features for group in groups}) == 3  # o and down share one
+    assert num_products(8, "o") == 2 * (num_layers - 1)
+    assert num_products(2, "o") == 2
 
 
 def test_many_steps_at_once_give_what_one_after_another_gives(case: tuple[Model, AdapterMix]) -> None:
