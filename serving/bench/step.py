@@ -1,16 +1,18 @@
 """Time of a step's program alone, and of each of its kernels: the quick loop of kernel work.
 
     python -m serving.bench.step --shape 8b --batches 1,32,64 --profile
-    python -m serving.bench.step --shape 8b --batches none --prefill 4x2048 --profile
+    python -m serving.bench.step --shape 8b --batches none --prefill 4x2048 1x482+30 --profile
 
-Weights and adapters are random and every row has the same context. Steps follow each other without the host reading
-anything, as in the engine, so that a time is the device's as long as the host is faster. `serving.bench.decode` is the
-engine's own loop.
+Weights and adapters are random and every decode row has the same context. Steps follow each other without the host
+reading anything, as in the engine, so that a time is the device's as long as the host is faster. `serving.bench.decode`
+is the engine's own loop.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
+import re
 import statistics
 import tempfile
 import time
@@ -70,37 +72,78 @@ def packed_mixes(workload: Workload, num_slots: int) -> np.ndarray:
     return rows.array
 
 
-def step_batch(num_seqs: int, new_tokens: int, context: int) -> np.ndarray:
-    """`new_tokens` tokens for each of `num_seqs` rows, with `context` tokens once they are in."""
-    batch = packed_batch(num_seqs * new_tokens, num_seqs)
-    rows = np.arange(num_seqs)
-    lengths = np.array([[new_tokens], [context - new_tokens], [int(new_tokens == 1)], [1], [0]])
-    batch.seqs[:] = np.stack([rows, rows * new_tokens, *np.broadcast_to(lengths, (5, num_seqs))])
-    batch.tokens[:] = np.arange(num_seqs * new_tokens) % 1000
-    return batch.array
+@dataclasses.dataclass(frozen=True)
+class StepSize:
+    """What a step has to do.
+
+    Attributes:
+      num_prompts: whole prompts.
+      prompt_len: tokens of each.
+      decode_rows: rows with one new token each, before the prompts.
+    """
+
+    num_prompts: int
+    prompt_len: int
+    decode_rows: int
+
+    @classmethod
+    def of(cls, text: str) -> "StepSize":
+        """What `--prefill` names.
+
+        Raises:
+          argparse.ArgumentTypeError: If it names none.
+        """
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:\+(\d+))?", text)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is no size; expected such as 4x2048, or 1x482+30")
+        return cls(*(int(number or 0) for number in match.groups()))
+
+    def __str__(self) -> str:
+        names = [f"{self.num_prompts} x {self.prompt_len}"] if self.num_prompts else []
+        return " + ".join(names + [f"{self.decode_rows} x 1"] * (self.decode_rows > 0))
+
+    @property
+    def num_seqs(self) -> int:
+        """Rows."""
+        return self.decode_rows + self.num_prompts
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all rows."""
+        return self.decode_rows + self.num_prompts * self.prompt_len
+
+    def batch(self, context: int) -> np.ndarray:
+        """The packed batch; decode rows have `context` tokens once theirs is in."""
+        lens = np.repeat([1, self.prompt_len], [self.decode_rows, self.num_prompts])
+        is_decode = np.arange(self.num_seqs) < self.decode_rows
+        batch = packed_batch(self.num_tokens, self.num_seqs)
+        seqs = [np.arange(self.num_seqs), lens.cumsum() - lens, lens, np.where(is_decode, context - 1, 0), is_decode]
+        batch.seqs[:] = np.stack([*seqs, np.ones_like(lens), np.zeros_like(lens)])
+        batch.tokens[:] = np.arange(self.num_tokens) % 1000
+        return batch.array
 
 
 class StepLoop:
-    """One size of a step: its cache and what every call of its programs takes."""
+    """One size of a step: its cache and what every call of its programs takes; `context` is that of decode rows."""
 
     def __init__(
         self,
         config: LlamaConfig,
         weights: Any,
         slots: SlotArray,
+        size: StepSize,
         *,
-        batch: int,
-        new_tokens: int,
         context: int,
         dtype: Any,
     ) -> None:
-        blocks_per_seq = -(-context // BLOCK_SIZE)
-        num_blocks = batch * blocks_per_seq
+        longest = max(context if size.decode_rows else 1, size.prompt_len if size.num_prompts else 1)
+        blocks_per_seq = -(-longest // BLOCK_SIZE)
+        num_blocks = size.num_seqs * blocks_per_seq
         self._cache = empty_cache(config, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype)
-        self._block_tables = jnp.arange(num_blocks, dtype=jnp.int32).reshape(batch, blocks_per_seq)
-        self._last_tokens = jnp.arange(batch, dtype=jnp.int32)
-        self._batch = jax.device_put(step_batch(batch, new_tokens, context))
-        self._weights, self._slots, self._num_seqs = weights, slots, batch
+        self._block_tables = jnp.arange(num_blocks, dtype=jnp.int32).reshape(size.num_seqs, blocks_per_seq)
+        self._last_tokens = jnp.arange(size.num_seqs, dtype=jnp.int32)
+        self._batch = jax.device_put(size.batch(context))
+        self._weights, self._slots, self._num_seqs = weights, slots, size.num_seqs
 
     def tables(self, rows: np.ndarray) -> StepTables:
         return StepTables(self._slots, None, jax.device_put(rows), self._block_tables)
@@ -153,12 +196,12 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     structure, weights = split_weights(model.graph, model.state)
     slots = random_slots(config, num_slots=options.slots, slot_rank=options.rank, dtype=options.dtype)
     implementations = Implementations(lora_linear=options.implementation)
-    for batch, new_tokens in step_sizes(options):
-        sizes = {"batch": batch, "new_tokens": new_tokens}
-        limits = (0, options.max_slots, None) if new_tokens == 1 else (0, None)
-        context = new_tokens if new_tokens > 1 else options.context
-        loop, programs = StepLoop(config, weights, slots, context=context, dtype=options.dtype, **sizes), {}
-        for workload in workloads([batch]) if new_tokens == 1 else prefill_workloads(batch):
+    decode_sizes = [] if options.batches == "none" else [StepSize(0, 0, int(b)) for b in options.batches.split(",")]
+    for size in (*decode_sizes, *options.prefill):
+        limits = (0, None) if size.num_prompts else (0, options.max_slots, None)
+        loop = StepLoop(config, weights, slots, size, context=options.context, dtype=options.dtype)
+        programs = {}
+        for workload in (prefill_workloads if size.num_prompts else decode_workloads)(size.num_seqs):
             tables = loop.tables(packed_mixes(workload, options.slots))
             for max_slots in limits:
                 if max_slots is not None and workload.num_adapters > max_slots:
@@ -173,17 +216,17 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 ms = [sample[0] for sample in samples]
                 row = {
                     "workload": workload.name,
-                    **sizes,
+                    **dataclasses.asdict(size),
                     "active_adapters": workload.num_adapters,
                     "max_slots": max_slots,
                     "step_ms_median": statistics.median(ms),
                     "step_ms_min": min(ms),
                     "step_ms_max": max(ms),
-                    "tokens_per_s": batch * new_tokens / statistics.median(ms) * 1e3,
+                    "tokens_per_s": size.num_tokens / statistics.median(ms) * 1e3,
                     "host_ms_median": statistics.median(sample[1] for sample in samples),
                 }
                 print(
-                    f"{row['workload']:22} {batch:5d} x {new_tokens:4d}, program for {max_slots!s:>4} slots: "
+                    f"{row['workload']:22} {size!s:>15}, program for {max_slots!s:>4} slots: "
                     f"{row['step_ms_median']:8.3f} ms a step ({row['step_ms_min']:.3f} to {row['step_ms_max']:.3f}), "
                     f"{row['tokens_per_s']:.0f} tokens/s, host {row['host_ms_median']:.3f} ms",
                     flush=True,
@@ -193,20 +236,23 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def step_sizes(options: argparse.Namespace) -> list[tuple[int, int]]:
-    """(sequences, new tokens of each) of every step to time."""
-    sizes = [] if options.batches == "none" else [(int(b), 1) for b in options.batches.split(",")]
-    for size in [] if options.prefill == "none" else options.prefill.split(","):
-        batch, _, new_tokens = size.partition("x")
-        sizes.append((int(batch), int(new_tokens)))
-    return sizes
+def decode_workloads(num_seqs: int) -> list[Workload]:
+    """Those of one batch size."""
+    return workloads([num_seqs])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b", help="8b, 1b or a named model size (default: %(default)s)")
     parser.add_argument("--batches", default="1,32,64", help="batch sizes, or none (default: %(default)s)")
-    parser.add_argument("--prefill", default="none", help="prompts x tokens, e.g. 4x2048,1x512 (default: %(default)s)")
+    parser.add_argument(
+        "--prefill",
+        type=StepSize.of,
+        nargs="+",
+        default=[],
+        metavar="PxT",
+        help="prompts x tokens, 4x2048, or with decode rows beside them, 1x482+30 (default: none)",
+    )
     parser.add_argument("--slots", type=int, default=128, help="adapter slots (default: %(default)s)")
     parser.add_argument("--rank", type=int, default=8, help="rank rows of a slot (default: %(default)s)")
     parser.add_argument("--context", type=int, default=256, help="tokens of each row (default: %(default)s)")
@@ -226,11 +272,11 @@ def main() -> None:
     print(f"{device}, {options.shape}, {options.dtype}, {options.slots} slots of rank {options.rank}")
     result = {
         **run_facts("serving.bench.step"),
-        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+        "settings": vars(options),
         "rows": list(measure(options)),
     }
     if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1))
+        options.out.write_text(json.dumps(result, indent=1, default=str))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The benchmarks of decoding run, and say what they are to say."""
 
+import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -45,12 +47,13 @@ def test_the_decode_benchmark_reports_every_workload(
 def test_the_step_benchmark_reports_every_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "result.json"
     flags = ["--shape", "tiny", "--batches", "2", "--context", "24", "--repeats", "2", "--dtype", "float32"]
-    flags += ["--max-slots", "4"]
+    flags += ["--max-slots", "4", "--prefill", "1x6+2"]
     monkeypatch.setattr(sys, "argv", ["step", *flags, "--out", str(out)])
     step.main()
     rows = json.loads(out.read_text())["rows"]
     programs = [(row["active_adapters"], row["max_slots"]) for row in rows]
-    assert programs == [(0, 0), (0, 4), (0, None), (1, 4), (1, None), (2, 4), (2, None), (6, None)]
+    decode_programs = [(0, 0), (0, 4), (0, None), (1, 4), (1, None), (2, 4), (2, None), (6, None)]
+    assert programs == [*decode_programs, (0, 0), (0, None), (9, None)]
     assert all(0 < row["step_ms_min"] <= row["step_ms_median"] <= row["step_ms_max"] for row in rows)
 
 
@@ -61,9 +64,26 @@ def test_the_rows_of_a_workload_hold_its_mixes() -> None:
 
 
 def test_the_batch_of_the_step_benchmark_is_one_token_of_each_row() -> None:
-    batch, targets = unpack_batch(jnp.asarray(step.step_batch(3, 1, 24)), 3)
+    batch, targets = unpack_batch(jnp.asarray(step.StepSize(0, 0, 3).batch(24)), 3)
     assert batch.rows.tolist() == batch.seq_starts.tolist() == [0, 1, 2]
     assert batch.seq_lens.tolist() == [1, 1, 1]
     assert batch.context_lens.tolist() == [23, 23, 23]
     assert batch.use_last_token.all()
     assert targets.is_sampled.all()
+
+
+def test_a_mixed_step_of_the_benchmark_has_its_decode_rows_first() -> None:
+    size = step.StepSize.of("2x5+3")
+    assert (size.num_tokens, size.num_seqs, str(size)) == (13, 5, "2 x 5 + 3 x 1")
+    batch, _ = unpack_batch(jnp.asarray(size.batch(24)), 5)
+    assert batch.tokens.shape == (13,)
+    assert batch.seq_starts.tolist() == [0, 1, 2, 3, 8]
+    assert batch.seq_lens.tolist() == [1, 1, 1, 5, 5]
+    assert batch.context_lens.tolist() == [23, 23, 23, 0, 0]
+    assert batch.use_last_token.tolist() == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("text", ["", "4", "0x8", "4x", "4x8+", "-1x8", "4x2048,1x512"])
+def test_a_size_that_is_none_is_refused_with_its_text(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=re.escape(repr(text))):
+        step.StepSize.of(text)
