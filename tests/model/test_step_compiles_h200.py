@@ -65,7 +65,7 @@ def test_a_step_program_compiles_and_updates_the_cache_in_place(h200, size, dtyp
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "num_tokens", "gated", "num_layers"),
-    [("llama-3-8b", 8192, False, 1), ("llama-3.2-1b", 2048, True, 1), ("llama-3-8b", 512, False, 0)],
+    [("llama-3-8b", 8192, False, 1), ("llama-3.2-1b", 1024, True, 1), ("llama-3-8b", 512, False, 0)],
 )
 def test_long_prefills_take_gate_and_up_as_one_kernel(h200, size, num_tokens, gated, num_layers) -> None:
     """Of the first of two layers; the last takes what decode steps do, as it runs for 32 tokens."""
