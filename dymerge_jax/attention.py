@@ -15,7 +15,7 @@ from pallas_kernels.rope_kv_write.reference import rotate
 
 @pytree_dataclass
 class AttentionContext:
-    """Where the tokens of a step stand; the same for all layers.
+    """Where the tokens of a step stand.
 
     Attributes:
       cos, sin: [num_tokens, 1, head_dim // 2] float32 rotation of each token.
@@ -90,7 +90,7 @@ def attend_at_ends(
     kv: LayerKV,
     context: AttentionContext,
     index: Int[Array, " num_seqs"],
-    ends: AttentionContext,
+    tiles: QueryTiles,
     config: LlamaConfig,
     implementation: Implementation | None,
 ) -> tuple[Float[Array, "num_seqs q_width"], LayerKV]:
@@ -99,10 +99,13 @@ def attend_at_ends(
     Args:
       qkv, kv, context, config, implementation: see `attend`.
       index: [num_seqs] int32, where those tokens lie among all.
-      ends: where they stand, as a decode step of their own.
+      tiles: of those tokens, one each.
+
+    Returns:
+      [num_seqs, q_width], the heads' outputs of those tokens side by side, and the cache with all tokens in it.
     """
     q, kv = _rotate_and_store(qkv, kv, context, implementation)
-    out = paged_attention(q[index], kv, ends.block_tables, ends.tiles, implementation=implementation)
+    out = paged_attention(q[index], kv, context.block_tables, tiles, implementation=implementation)
     return out.reshape(-1, config.q_width), kv
 
 
@@ -125,7 +128,7 @@ def _rotate_and_store(
 
 
 def _is_fused(implementation: Implementation | None) -> bool:
-    """Whether one kernel does what goes with attention."""
+    """Whether rotation and storing are kernels too; of a decode step, one with attention."""
     return implementation == "pallas_triton" or (implementation is None and jax.default_backend() == "gpu")
 
 

@@ -88,8 +88,8 @@ def _after_layers(
     num_seqs: int,
 ) -> tuple[Int[Array, " num_rows"], Float[Array, "num_seqs vocab"], Int[Array, " num_seqs"]]:
     model = structure.merge(weights)
-    hidden, (work, targets) = model.normed(stream), unpack_batch(batch, num_seqs)
-    return finish_step(model, hidden if work.is_decode else hidden[last_new_tokens(work)], last_tokens, targets)
+    work, targets = unpack_batch(batch, num_seqs)
+    return finish_step(model, model.normed(stream)[last_new_tokens(work)], last_tokens, targets)
 
 
 @dataclasses.dataclass(frozen=True)

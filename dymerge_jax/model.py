@@ -28,6 +28,7 @@ from pallas_kernels.lora_linear import Implementation as LinearImplementation
 from pallas_kernels.lora_linear import lora_linear, lora_swiglu, new_arrivals
 from pallas_kernels.maf_mvm.api import Implementation as MafImplementation
 from pallas_kernels.matmul import matmul
+from pallas_kernels.paged_attention import QueryTiles
 from pallas_kernels.pytree import pytree_dataclass
 from pallas_kernels.segments import Segments
 
@@ -65,7 +66,8 @@ class Stream:
     """What goes from layer to layer, besides the cache.
 
     Attributes:
-      x: [num_tokens, hidden] residual stream, without the last layer's output.
+      x: [num_tokens, hidden] residual stream, without what the layer before has put out; after the model's last layer
+        maybe of some tokens only, see `SequenceEnds`.
       delta: [num_partials, num_tokens, hidden] partial sums of that output: the next norm adds them up on the way.
       arrivals: counters of the launches, see `pallas_kernels.lora_linear`; each layer has a row for each group.
     """
@@ -77,7 +79,7 @@ class Stream:
 
 @pytree_dataclass
 class MixContext:
-    """The adapters of a step's tokens; the same for all layers.
+    """The adapters of a step's tokens.
 
     Attributes:
       slots: adapters on the device.
@@ -100,12 +102,12 @@ class SequenceEnds:
 
     Attributes:
       index: [num_seqs] int32, where they lie among the tokens of the step; any place for unused sequences.
-      attention: where they stand, as a decode step of their own.
+      tiles: query tiles of them, one token each.
       mix: their adapters.
     """
 
     index: Int[Array, " num_seqs"]
-    attention: AttentionContext
+    tiles: QueryTiles
     mix: MixContext
 
 
@@ -166,11 +168,9 @@ class LlamaLayer(nnx.Module):
                 attended, kv = attend(qkv, kv, context, self.config, implementation)
             else:
                 assert isinstance(context, AttentionContext), "whole sequences are read as a whole"
-                attended, kv = attend_at_ends(
-                    qkv, kv, context, ends.index, ends.attention, self.config, implementation
-                )  # fmt: skip
+                attended, kv = attend_at_ends(qkv, kv, context, ends.index, ends.tiles, self.config, implementation)
                 x, mix = x[ends.index], ends.mix
-                layer_mix = self._layer_mix(h[ends.index], mix, layer, implementations)
+                layer_mix = None if layer_mix is None else layer_mix[ends.index]
             o = project("o", attended)
         with jax.named_scope("mlp"):
             x, h = self._normed(x, o, self.post_attention_norm)

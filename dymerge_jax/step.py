@@ -86,7 +86,7 @@ def _token_places(batch: StepBatch) -> _TokenPlaces:
 
 @pytree_dataclass
 class StepContext:
-    """What every layer of a step needs to know of its tokens.
+    """What the layers of a step need to know of its tokens.
 
     Attributes:
       tokens: [num_tokens] int32 token ids.
@@ -216,9 +216,9 @@ def hidden_states(
     if ends_only and not inputs.batch.is_decode:
         with jax.named_scope("ends"):
             index = last_new_tokens(inputs.batch)
-            end = step_context(model.config, dataclasses.replace(inputs, batch=_ends_batch(inputs.batch)), **sizes)
+            end = step_context(model.config, dataclasses.replace(inputs, batch=ends_batch(inputs.batch)), **sizes)
             end_experts = jax.tree.map(lambda array: array[index], experts)
-            ends = SequenceEnds(index, end.attention, end.mix(inputs.slots, inputs.gates, end_experts))
+            ends = SequenceEnds(index, end.attention.tiles, end.mix(inputs.slots, inputs.gates, end_experts))
     return model(context.tokens, cache, context.attention, mix, implementations, ends)
 
 
@@ -227,7 +227,7 @@ def last_new_tokens(batch: StepBatch) -> Int[Array, " num_seqs"]:
     return jnp.maximum(batch.seq_starts + batch.seq_lens - 1, 0)
 
 
-def _ends_batch(batch: StepBatch) -> StepBatch:
+def ends_batch(batch: StepBatch) -> StepBatch:
     """Each sequence's last new token, as a decode step of its own."""
     return StepBatch(
         tokens=batch.tokens[last_new_tokens(batch)],

@@ -136,7 +136,7 @@ class StepLoop:
         context: int,
         dtype: Any,
     ) -> None:
-        longest = max(context if size.decode_rows else 1, size.prompt_len if size.num_prompts else 1)
+        longest = max(context if size.decode_rows else 0, size.prompt_len)
         blocks_per_seq = -(-longest // BLOCK_SIZE)
         num_blocks = size.num_seqs * blocks_per_seq
         self._cache = empty_cache(config, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype)

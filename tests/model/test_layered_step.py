@@ -1,7 +1,5 @@
 """The step as one program a stage, beside the step as one program."""
 
-import re
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -77,26 +75,6 @@ def test_a_layered_step_equals_the_step_as_one_program(case: tuple[Model, Adapte
         for tokens in last_tokens:
             np.testing.assert_array_equal(np.asarray(tokens)[batch.seqs[0, sampled]], want[batch.seqs[0, sampled]])
             assert int(tokens[1]) == 3, "a row without a sequence has lost its token"
-
-
-def test_of_the_last_layer_tokens_that_nobody_reads_get_keys_and_values_alone(case: tuple[Model, AdapterMix]) -> None:
-    split, (prefill, *_) = case[0].split, step_batches()
-    structure, weights = split_weights(split.graph, split.state)
-    cache = empty_cache(split.config, num_blocks=12, block_size=4, dtype=split.dtype)
-    tables = StepTables(case[0].slots, None, jnp.asarray(packed_rows(3, 6).array), BLOCK_TABLES)
-    args = structure, weights, cache, jnp.zeros(3, jnp.int32), tables, prefill.array
-    program = forward_step.lower(*args, num_seqs=2, max_slots=0).as_text()
-
-    def num_products(num_tokens: int, group: str) -> int:
-        shape = f"{num_tokens}x{split.config.groups[group].out_features}xf32"
-        return len(re.findall(rf"dot_general .*-> tensor<{shape}>", program))
-
-    groups, num_layers = ("qkv", "o", "gate_up", "down"), split.config.num_layers
-    assert [num_products(8, group) for group in ("qkv", "gate_up")] == [num_layers, num_layers - 1]
-    assert num_products(2, "gate_up") == 1
-    assert len({split.config.groups[group].out_features for group in groups}) == 3  # o and down share one
-    assert num_products(8, "o") == 2 * (num_layers - 1)
-    assert num_products(2, "o") == 2
 
 
 def test_many_steps_at_once_give_what_one_after_another_gives(case: tuple[Model, AdapterMix]) -> None:
