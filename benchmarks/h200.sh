@@ -2,7 +2,7 @@
 # What is measured on a GPU, a part at a time: bash benchmarks/h200.sh OUT PART...
 #   tests    the GPU tests (compiled kernels, laws): about 5 minutes, most of it compiling
 #   decode   time per token of the engine's loop, 8B and 1B shapes, and prefill: 3 minutes
-#   step     the step's program alone with each kernel's share: 2 minutes
+#   step     the step's program alone with each kernel's share, of decode steps and of two with prompts: 3 minutes
 #   kernels  what adapters add to one launch, beside the paper's baselines, batch 1-64, rank 4-64: 10 minutes
 #   slots    the same for ranks 8 and 16 in slots of 8 and of 16 rank rows: 4 minutes
 #   prefill  what adapters add to steps that read prompts, 512, 2048 and 8192 tokens, by block sizes; linear layers by
@@ -34,7 +34,8 @@ for part in "$@"; do
       python3 -m serving.bench.decode --shape 8b --prompt-len 224 --output-len 64 --out "$out/decode-8b.json" &&
         python3 -m serving.bench.decode --shape 1b --prompt-len 224 --output-len 128 --out "$out/decode-1b.json" ;;
     step)
-      XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python3 -m serving.bench.step --profile --out "$out/step-8b.json" ;;
+      XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python3 -m serving.bench.step --profile --prefill 4x2048 1x482+30 \
+        --out "$out/step-8b.json" ;;
     kernels)
       python3 -m pallas_kernels.maf_mvm.bench --site --implementation pallas_triton --batch 1 8 32 64 \
         --column maf_pallas_triton copy_sgmv naive bmm dense site_fused site_plain --out "$out/maf_mvm.json" ;;

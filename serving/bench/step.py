@@ -201,7 +201,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         limits = (0, None) if size.num_prompts else (0, options.max_slots, None)
         loop = StepLoop(config, weights, slots, size, context=options.context, dtype=options.dtype)
         programs = {}
-        for workload in (prefill_workloads if size.num_prompts else decode_workloads)(size.num_seqs):
+        for workload in prefill_workloads(size.num_seqs) if size.num_prompts else workloads([size.num_seqs]):
             tables = loop.tables(packed_mixes(workload, options.slots))
             for max_slots in limits:
                 if max_slots is not None and workload.num_adapters > max_slots:
@@ -234,11 +234,6 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 if options.profile:
                     row["kernels"] = print_profile(loop, program, tables)
                 yield row
-
-
-def decode_workloads(num_seqs: int) -> list[Workload]:
-    """Those of one batch size."""
-    return workloads([num_seqs])
 
 
 def main() -> None:

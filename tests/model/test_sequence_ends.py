@@ -13,7 +13,7 @@ from dymerge_jax.kv_cache import KVCache, empty_cache
 from dymerge_jax.library import Model
 from dymerge_jax.model import Implementations
 from dymerge_jax.step import StepInputs, StepTables, ends_batch, forward_step, hidden_states, split_weights
-from dymerge_jax.step_batch import AdapterMix, StepBatch, packed_batch, packed_rows
+from dymerge_jax.step_batch import StepBatch, packed_batch, packed_rows
 from tests.support.tiny_models import random_adapter, random_gated_set, tiny_model
 
 
@@ -59,9 +59,7 @@ def test_the_ends_get_what_they_get_among_all_tokens(rng: np.random.Generator) -
     llama, batch = nnx.merge(split.graph, split.state), mixed_step(rng, num_seqs)
     tables = jnp.arange(3 * num_seqs, dtype=jnp.int32).reshape(num_seqs, 3)
     last_tokens = jnp.arange(num_seqs, dtype=jnp.int32)
-    inputs = StepInputs(
-        model.slots, model.gates, AdapterMix(mix.weights, mix.gated_set_ids), tables, last_tokens, batch
-    )
+    inputs = StepInputs(model.slots, model.gates, mix, tables, last_tokens, batch)
     cache = empty_cache(split.config, num_blocks=3 * num_seqs, block_size=4, dtype=split.dtype)
 
     @functools.partial(jax.jit, static_argnames="ends_only")
